@@ -1,0 +1,1 @@
+"""What crosses the borders between Headrace's processes: messages, codec, transport, parameters, configuration."""

@@ -1,0 +1,248 @@
+"""Every setting of every process, once: name, default, meaning, and which services take it.
+
+A setting is a flag (``--max-model-len 4096``), an environment variable (``HEADRACE_MAX_MODEL_LEN=4096``) and a field of
+``Settings``. A flag wins over the environment, which wins over the default. Names and defaults are vLLM's where it has
+the setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, get_args, get_type_hints
+
+ENV_PREFIX = "HEADRACE_"
+GATEWAY, TOKENIZER, ENGINE, WORKER = "api_gateway", "tokenizer_service", "core_engine", "gpu_worker"
+SERVICES = (GATEWAY, TOKENIZER, ENGINE, WORKER)
+
+
+def setting(default: Any, text: str, *services: str, choices: Sequence[str] | None = None, short: str = "") -> Any:
+    """A field of ``Settings``; ``services`` are those that take it (none: the launcher alone)."""
+    metadata = {"help": text, "services": services, "choices": choices, "short": short}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of one process. Fields that its service does not take keep their defaults."""
+
+    # model
+    model: str = setting("demo", "demo, a folder, a .gguf file, or a model id of the Hugging Face hub", *SERVICES)
+    revision: str | None = setting(None, "branch, tag or commit of a hub model", *SERVICES)
+    served_model_name: list[str] = setting([], "names that the API serves the model under (default: MODEL)", GATEWAY)
+    dtype: str = setting(
+        "auto",
+        "type of weights and KV cache; auto: bfloat16 for half-precision checkpoints, else float32",
+        ENGINE,
+        choices=("auto", "bfloat16", "float32", "half", "float16", "float"),
+    )
+    max_model_len: int | None = setting(
+        None, "longest prompt + output in tokens; accepts 16k (default: the model's own)", GATEWAY, TOKENIZER, ENGINE
+    )
+    chat_template: str | None = setting(None, "file with a chat template that replaces the model's", TOKENIZER)
+    seed: int = setting(0, "seed of the worker's random weights (--load-format dummy)", ENGINE)
+    load_format: str = setting(
+        "auto", "auto, or dummy: random weights of the model's shape", ENGINE, choices=("auto", "dummy")
+    )
+
+    # scheduling
+    max_num_seqs: int = setting(256, "requests in one step at most", ENGINE)
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens in one step at most (default: 2048 on a CPU, 8192 on a GPU)", ENGINE
+    )
+    max_prefill_tokens: int | None = setting(
+        None, "prefill tokens in one step at most (default: the whole budget)", ENGINE
+    )
+    max_num_partial_prefills: int = setting(1, "prompts that may be partly computed at the same time", ENGINE)
+    enable_chunked_prefill: bool = setting(True, "cut long prompts into chunks that fit the token budget", ENGINE)
+    enable_prefix_caching: bool = setting(True, "share KV blocks of equal prefixes", ENGINE)
+    block_size: int = setting(16, "tokens in one KV block", ENGINE)
+    watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
+    max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
+    steps_in_flight: int = setting(2, "steps sent to a worker before the first of them is settled", ENGINE)
+    step_log: str | None = setting(None, "file that gets one JSON line per step", ENGINE)
+
+    # worker
+    device: str = setting("auto", "auto, cpu or cuda", ENGINE, WORKER)
+    gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", ENGINE)
+    kv_cache_bytes: int | None = setting(
+        None, "size of the KV cache in bytes (default: 1 GiB on a CPU, measured on a GPU)", ENGINE
+    )
+    num_gpu_blocks_override: int | None = setting(None, "number of KV blocks, whatever the memory", ENGINE)
+    enforce_eager: bool = setting(False, "do not use CUDA graphs", ENGINE)
+    batch_invariant: bool = setting(False, "a request's logits are the same bits whatever else is in its batch", ENGINE)
+    threads: int | None = setting(None, "CPU threads of a worker (default: by the number of cores)", WORKER)
+
+    # HTTP
+    host: str = setting("127.0.0.1", "address that the API listens on", GATEWAY)
+    port: int = setting(8000, "port of the API", GATEWAY)
+    api_key: list[str] = setting([], "key that clients must send; may be given several times", GATEWAY)
+    max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body; larger ones are refused with 413", GATEWAY)
+    max_connections: int = setting(4096, "requests served at the same time; more are refused with 429", GATEWAY)
+    return_tokens_as_token_ids: bool = setting(False, "add token_ids to completions", GATEWAY)
+
+    # processes and links
+    tokenizers: int = setting(1, "tokenizer processes")
+    run_dir: str | None = setting(None, "private folder for sockets (default: a new one under XDG_RUNTIME_DIR or /tmp)")
+    tokenizer_endpoint: list[str] = setting(
+        [], "where tokenizers listen; a DNS name stands for all its addresses", GATEWAY
+    )
+    engine_endpoint: list[str] = setting([], "where engines listen for tokenizers", TOKENIZER)
+    worker_endpoint: str | None = setting(None, "where the engine listens for workers", WORKER)
+    listen: str | None = setting(None, "endpoint to bind for front ends", TOKENIZER, ENGINE)
+    listen_workers: str | None = setting(None, "endpoint to bind for workers", ENGINE)
+    curve_dir: str | None = setting(None, "folder with the CURVE keys of tcp links", *SERVICES)
+    name: str | None = setting(
+        None, "name of this process among its kind (default: host name and process id)", *SERVICES
+    )
+    lease_s: float = setting(20.0, "how long an output is kept that nobody renews", GATEWAY, TOKENIZER, ENGINE)
+    beat_s: float = setting(1.0, "time between two signs of life on a link", *SERVICES)
+
+    # logging
+    log_level: str = setting("info", "debug, info, warning or error", *SERVICES)
+    log_format: str = setting("console", "console or json", *SERVICES, choices=("console", "json"))
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "block_size", "steps_in_flight", "tokenizers", "max_num_partial_prefills"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_model_len", "max_num_batched_tokens", "max_prefill_tokens", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if not 0.0 <= self.watermark < 1.0:
+            raise ValueError(f"--watermark must be in [0, 1), got {self.watermark}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"--port must be in 0..65535, got {self.port}")
+
+    def to_argv(self, service: str) -> list[str]:
+        """The flags that start ``service`` with these settings: those that it takes and that differ from a default."""
+        argv: list[str] = []
+        for field in _fields_of(service):
+            value = getattr(self, field.name)
+            if value == _default(field):
+                continue
+            argv += _flag_of(field.name, value)
+        return argv
+
+
+def parse_settings(
+    service: str | None,
+    argv: Sequence[str],
+    *,
+    description: str = "",
+    environ: Mapping[str, str] | None = None,
+    positional_model: bool = False,
+) -> Settings:
+    """Read the settings of ``service`` (None: all of them, for the launcher) from flags and the environment.
+
+    Exits with status 2 and a line that names the nearest flag when one is unknown, like argparse.
+    """
+    environ = os.environ if environ is None else environ
+    parser = _Parser(prog=f"python -m {service}" if service else "headrace serve", description=description)
+    fields = _fields_of(service)
+    if positional_model:
+        parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
+    hints = get_type_hints(Settings)
+    for field in fields:
+        _add_flag(parser, field, hints[field.name], environ)
+    values = vars(parser.parse_args(list(argv)))
+    positional = values.pop("model_positional", None)
+    if positional is not None:
+        values["model"] = positional
+    try:
+        return Settings(**values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _fields_of(service: str | None) -> list[dataclasses.Field[Any]]:
+    fields = dataclasses.fields(Settings)
+    return [f for f in fields if service is None or service in f.metadata["services"]]
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _flag_of(name: str, value: Any) -> list[str]:
+    flag = "--" + name.replace("_", "-")
+    if isinstance(value, bool):
+        return [flag if value else "--no-" + flag[2:]]
+    if isinstance(value, list):
+        return [flag, *map(str, value)] if value else []
+    return [f"{flag}={value}"]
+
+
+def _add_flag(
+    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, environ: Mapping[str, str]
+) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    kind = next((a for a in get_args(hint) if a is not type(None)), hint) if get_args(hint) else hint
+    is_list = getattr(hint, "__origin__", None) is list
+    default, text = _default(field), field.metadata["help"]
+    given = environ.get(ENV_PREFIX + field.name.upper())
+    shown = "" if default is None or is_list or kind is bool else f" (default: {default})"
+    options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%") + shown}
+    if kind is bool:
+        default = _boolean(given) if given is not None else default
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, **options)
+        return
+    converters: dict[Any, Callable[[str], Any]] = {int: _whole, float: float, str: str}
+    convert = converters[kind]
+    if field.metadata["choices"]:
+        options["choices"] = field.metadata["choices"]
+    if is_list:
+        default = given.split(",") if given else default
+        parser.add_argument(flag, nargs="+", action="extend", type=convert, default=None, **options)
+        parser.set_defaults(**{field.name: default})
+        return
+    if given is not None:
+        try:
+            default = convert(given)
+        except ValueError:
+            parser.error(f"{ENV_PREFIX}{field.name.upper()}: {given!r} is not a valid value")
+    parser.add_argument(flag, type=convert, default=default, **options)
+
+
+def _whole(text: str) -> int:
+    """An integer, with ``16k`` = 16,384 and ``16K`` = 16,000 … as vLLM reads them: k is 1000, K is 1024."""
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", text.strip())
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    number, unit = match.groups()
+    base = 1024 if unit.isupper() else 1000
+    value = float(number) * base ** " kmg".index(unit.lower() or " ")
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def _boolean(text: str) -> bool:
+    return text.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+class _Parser(argparse.ArgumentParser):
+    """No abbreviations; an unknown flag is answered with the nearest one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+        self.formatter_class = argparse.HelpFormatter
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown[1], flags, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        sys.exit(2)

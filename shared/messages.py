@@ -1,0 +1,523 @@
+"""Every message that crosses a process border.
+
+Messages are frozen, typed and positional. A field is only ever appended, with a default, so that an older peer can
+read what a newer one sends. Arrays travel as raw little-endian int32 frames behind the msgpack header, in the order in
+which a class names them in ``ARRAYS``; the number beside the name is the count of columns (0: one-dimensional).
+
+A *hop* is a parent (gateway, or the lower side of a tokenizer) and a child (the upper side of a tokenizer, or an
+engine). Each (request, choice) output is an append-only log of rows: one row per token, then one END row. A row's
+offset counts both kinds. ``docs/protocol.md`` states the rules.
+
+*Handle*: an int32 that the parent draws for each Submit, unique within the parent's boot. It stands for (request id,
+attempt) on that link, so a delta that names a live handle matches the live attempt exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+OLDEST_PROTOCOL = 1
+FINISHED = 2**31 - 1
+"""``have`` of an acknowledgement: nobody needs more of this choice."""
+
+Int32: TypeAlias = npt.NDArray[np.int32]
+T = TypeVar("T")
+
+MESSAGES: dict[int, type[Any]] = {}
+
+
+@dataclass_transform(frozen_default=True)
+def message(tag: int) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass and register it under its tag on the wire."""
+
+    def register(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
+        if tag in MESSAGES:
+            raise ValueError(f"tag {tag} is taken by {MESSAGES[tag].__name__}")
+        MESSAGES[tag] = made
+        return made
+
+    return register
+
+
+@dataclass_transform(frozen_default=True)
+def part(cls: type[T]) -> type[T]:
+    """Make a class a frozen dataclass that is sent inside messages, as a positional list."""
+    return dataclasses.dataclass(frozen=True, slots=True)(cls)
+
+
+class Attempt(NamedTuple):
+    """Which try of a request this is. ``newer`` orders them."""
+
+    g: int
+    """Raised by gateways at each re-submission."""
+    uid: int
+    """Random, unique for each opening at a gateway (63 bits)."""
+    t: int
+    """Raised by the tokenizer at each re-submission of its own."""
+
+    def newer(self, other: Attempt) -> bool:
+        return self.g > other.g or (self.g == other.g and self.uid == other.uid and self.t > other.t)
+
+
+class FinishReason(enum.IntEnum):
+    """Why a choice ended."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+@part
+class ErrorInfo:
+    """An error for the client: which kind (``shared.errors.ErrorCode`` value), the words, and the field it is about."""
+
+    code: int
+    message: str
+    param: str | None = None
+
+
+@part
+class End:
+    """The last row of a choice."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
+    """The stop string or stop token id that ended it; None for the model's own end of sequence."""
+    error: ErrorInfo | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache when the request was first scheduled."""
+
+
+@part
+class Known:
+    """What the client has of a choice: the number of token rows and a digest over their ids (``shared.hop.digest``)."""
+
+    count: int
+    digest: bytes
+
+
+# -- hop: what is asked for ------------------------------------------------------------------------------------------
+
+
+@part
+class TextSpec:
+    """A request as the gateway gives it to a tokenizer. Exactly one of ``text``, ``ids`` and ``chat`` is set."""
+
+    params: SamplingParams
+    text: str | None = None
+    ids: bytes | None = None
+    """Prompt token ids, raw int32."""
+    chat: bytes | None = None
+    """JSON object: ``messages``, and optionally ``tools``, ``add_generation_prompt``, ``continue_final_message``,
+    ``chat_template_kwargs``."""
+    add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    resumable: bool = False
+    deadline_s: float | None = None
+    """Remaining time, in seconds; None: no limit."""
+    tenant: str = ""
+
+
+@part
+class TokenSpec:
+    """A request as the tokenizer gives it to an engine."""
+
+    params: SamplingParams
+    prompt: bytes
+    """Prompt token ids, raw int32."""
+    priority: int = 0
+    cache_salt: str = ""
+    resumable: bool = False
+    deadline_s: float | None = None
+    tenant: str = ""
+
+
+# -- hop: down (parent to child) -------------------------------------------------------------------------------------
+
+
+@message(1)
+class Submit:
+    """Ask a child to produce, or to go on producing, a request."""
+
+    rid: str
+    attempt: Attempt
+    handle: int
+    spec: TextSpec | TokenSpec
+    counts: Int32
+    """[n] token rows given for each choice."""
+    tokens: Int32
+    """[sum(counts)] their ids, choice after choice."""
+    ends: list[End | None]
+    """[n] the END row of each choice that has one."""
+    known: list[Known]
+    """[n] what the client has."""
+    suspect: bool = False
+
+    ARRAYS: ClassVar[dict[str, int]] = {"counts": 0, "tokens": 0}
+
+
+@part
+class AckEntry:
+    """A cumulative acknowledgement that also renews the lease."""
+
+    rid: str
+    attempt: Attempt
+    handle: int
+    have: list[int]
+    """[n] rows held of each choice; ``FINISHED``: all that is wanted."""
+    resync: bool = False
+    """Send again from ``have``."""
+    beat: bool = False
+    """Answer with Held."""
+
+
+@message(2)
+class Ack:
+    entries: list[AckEntry]
+
+
+@message(3)
+class AckRows:
+    """The compact form of Ack for single choices, by handle: no lease is answered and unknown handles are ignored."""
+
+    rows: Int32
+    """[k, 3] handle, choice, have."""
+
+    ARRAYS: ClassVar[dict[str, int]] = {"rows": 3}
+
+
+@message(4)
+class Abort:
+    """End a request; acts on its own or a lower attempt."""
+
+    rid: str
+    attempt: Attempt
+
+
+@message(5)
+class Go:
+    """Answer to Turn: the suspect may start."""
+
+    rid: str
+    attempt: Attempt
+
+
+# -- hop: up (child to parent) ---------------------------------------------------------------------------------------
+
+
+@message(16)
+class Held:
+    """Answers Submit and every beat."""
+
+    rows: Int32
+    """[k, 3] handle, accepted (0 or 1: the engine took it), prompt tokens (0 while not accepted)."""
+
+    ARRAYS: ClassVar[dict[str, int]] = {"rows": 3}
+
+
+@message(17)
+class Gone:
+    """``live`` None: unknown here, submit again; else superseded by that attempt."""
+
+    rid: str
+    attempt: Attempt
+    handle: int
+    live: Attempt | None
+
+
+@message(18)
+class Turn:
+    """A suspect's turn to run alone; it starts at Go."""
+
+    rid: str
+    attempt: Attempt
+    handle: int
+
+
+@message(19)
+class TokenDelta:
+    """One per step and peer, engine to tokenizer."""
+
+    rows: Int32
+    """[k, 4] handle, choice, start offset, token rows (the END row, if any, comes after them)."""
+    tokens: Int32
+    """[sum of token rows], entry after entry."""
+    ends: list[tuple[int, End]]
+    """(index into ``rows``, END row)."""
+    logprobs: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    """(index into ``rows``, packed log-probabilities of its rows); empty unless asked for."""
+
+    ARRAYS: ClassVar[dict[str, int]] = {"rows": 4, "tokens": 0}
+
+
+@message(20)
+class TextDelta:
+    """One per step and peer, tokenizer to gateway."""
+
+    rows: Int32
+    """[k, 4] handle, choice, start offset, token rows."""
+    tokens: Int32
+    """[sum of token rows]."""
+    pieces: list[str]
+    """[sum of token rows] the text that each token row releases."""
+    ends: list[tuple[int, End, str]]
+    """(index into ``rows``, END row, the last text)."""
+    logprobs: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+
+    ARRAYS: ClassVar[dict[str, int]] = {"rows": 4, "tokens": 0}
+
+
+@message(21)
+class Load:
+    """The state and the counters of one process, cumulative since its boot; a later one replaces an earlier one."""
+
+    source: str
+    """``engine/<name>``, ``tokenizer/<name>``, ..."""
+    boot: int
+    running: int
+    waiting: int
+    kv_usage: float
+    """0 to 1."""
+    metrics: list[tuple[str, dict[str, str], float]] = dataclasses.field(default_factory=list)
+    """(scraped sample name, extra labels, value): counters and histogram samples as they are exposed."""
+
+
+# -- calls that are not requests (gateway to tokenizer; lost ones are asked again) -----------------------
+
+
+@message(48)
+class Tokenize:
+    call: int
+    spec: TextSpec
+    """``text`` or ``chat``; its ``params`` are not looked at."""
+    want_strings: bool = False
+
+
+@message(49)
+class Tokenized:
+    call: int
+    tokens: Int32
+    strings: list[str]
+    """The token of each id in the vocabulary's spelling; empty unless wanted."""
+    error: ErrorInfo | None = None
+
+    ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0}
+
+
+@message(50)
+class Detokenize:
+    call: int
+    tokens: Int32
+
+    ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0}
+
+
+@message(51)
+class Detokenized:
+    call: int
+    text: str
+    error: ErrorInfo | None = None
+
+
+# -- links -----------------------------------------------------------------------------------------------------------
+
+
+@part
+class ModelCard:
+    """What a model serves with; peers whose cards differ refuse each other."""
+
+    model: str
+    """Path or name as resolved; for people."""
+    digest: str
+    """Over the model's configuration and vocabulary (``shared.model_config``)."""
+    vocab_size: int
+    """Width of the logits: ids are valid in 0..vocab_size-1."""
+    max_model_len: int
+
+
+@message(32)
+class Hello:
+    """Sent by the connecting side at once and every beat, and answered with the other side's own."""
+
+    role: str
+    name: str
+    oldest_protocol: int
+    protocol: int
+    ready: bool
+    card: ModelCard | None
+    """None while unknown."""
+    refusal: str | None = None
+    """Why the sender will not work with the receiver, in words; None: it will."""
+    status: str = ""
+    """What it is doing, in words, while not ready."""
+
+
+@part
+class WorkerConfig:
+    """All that a worker needs to know; the engine owns it and hands it out."""
+
+    model: str
+    """Local path: a folder or a .gguf file."""
+    dtype: str
+    max_model_len: int
+    block_size: int
+    num_slots: int
+    """Request slots, spares included; the padding slot is the worker's own, beyond these."""
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_bytes: int | None
+    """Size of the KV pool; None: measured on a GPU, 1 GiB on a CPU."""
+    num_blocks_override: int | None
+    seed: int
+    batch_invariant: bool
+    enforce_eager: bool
+    load_format: str = "auto"
+    """``auto`` or ``dummy`` (random weights)."""
+    rank: int = 0
+    world_size: int = 1
+
+
+class Epoch(NamedTuple):
+    """A life of the link between an engine and a worker."""
+
+    boot: int
+    counter: int
+
+
+@message(33)
+class Init:
+    """Engine to worker: begin an epoch with empty slots. Repeated until Ready; the same epoch clears nothing."""
+
+    epoch: Epoch
+    config: WorkerConfig
+
+
+@message(34)
+class Ready:
+    """Worker to engine, on the steps link."""
+
+    epoch: Epoch
+    num_blocks: int
+    """Blocks of the pool, the null block 0 included."""
+    block_bytes: int
+    device: str
+    dtype: str
+    error: str | None = None
+    """Why it can never be ready (a missing tensor, an unknown architecture); the engine reports it and gives up."""
+
+
+@part
+class SlotInit:
+    """A request that takes a slot. Its ids are in ``Step.new_tokens``: all known ones, the cached part included."""
+
+    slot: int
+    rid: str
+    choice: int
+    num_tokens: int
+    prompt_len: int
+    """Tokens before this are the prompt; the rest was generated earlier."""
+    start: int
+    """Tokens whose KV is already in the given blocks (prefix hit)."""
+    limit: int
+    """The device never writes a token at or beyond this position."""
+    params: SamplingParams
+    eos_ids: list[int]
+    """Ids that end the text unless ``params.ignore_eos``."""
+
+
+@message(35)
+class Step:
+    """One step of one worker. Forward rows are the prefill rows, then the decode rows."""
+
+    epoch: Epoch
+    number: int
+    """Consecutive from 1 in each epoch; a gap ends the epoch."""
+    new: list[SlotInit]
+    new_tokens: Int32
+    """[sum of num_tokens] ids of the new slots, one after another."""
+    prefill: Int32
+    """[p, 3] slot, start position, count: tokens known to the slot."""
+    decode: Int32
+    """[d] slots: one token each, the last of the slot, at the device's own position."""
+    sample: Int32
+    """[s, 2] forward row, slot that takes the sampled token."""
+    blocks: Int32
+    """[b, 2] slot, block: appended to the slot's table, in order."""
+    released: Int32
+    """[r] slots that are free after all earlier steps."""
+    copies: Int32
+    """[c, 2] source block, destination block: before the forward."""
+
+    ARRAYS: ClassVar[dict[str, int]] = {
+        "new_tokens": 0,
+        "prefill": 3,
+        "decode": 0,
+        "sample": 2,
+        "blocks": 2,
+        "released": 0,
+        "copies": 2,
+    }
+
+
+@message(36)
+class StepResult:
+    """Worker to engine, on the results link, in order."""
+
+    epoch: Epoch
+    number: int
+    tokens: Int32
+    """Sampled ids, in the order of ``Step.sample``; with ``counts``, that many for each sample row."""
+    counts: Int32
+    """[s] or empty: one token for each sample row."""
+    logprobs: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    """(sample row, packed log-probabilities)."""
+    compute_s: float = 0.0
+    """Time the step took on the worker."""
+
+    ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0, "counts": 0}
+
+
+@message(37)
+class WorkerFailed:
+    """The worker cannot go on in this epoch: a gap, a broken frame, an exception in a step."""
+
+    epoch: Epoch
+    number: int
+    reason: str
+
+
+Message: TypeAlias = (
+    Submit
+    | Ack
+    | AckRows
+    | Abort
+    | Go
+    | Held
+    | Gone
+    | Turn
+    | TokenDelta
+    | TextDelta
+    | Load
+    | Hello
+    | Init
+    | Ready
+    | Step
+    | StepResult
+    | WorkerFailed
+    | Tokenize
+    | Tokenized
+    | Detokenize
+    | Detokenized
+)

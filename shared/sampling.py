@@ -1,0 +1,105 @@
+"""Sampling parameters: what a request may ask of the sampler, and the ranges that are checked before any work."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from shared.errors import RequestError
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 128
+MAX_CHOICES = 128
+MAX_SEED = 2**63 - 1
+GREEDY_BELOW = 1e-4
+"""A temperature at or below this is greedy: the division would overflow half precision and change nothing else."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Names and defaults are vLLM's.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None: the gateway
+    draws one, so that a restart does not redraw. ``max_tokens`` None: up to the context's end.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: list[str] = dataclasses.field(default_factory=list)
+    stop_token_ids: list[int] = dataclasses.field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= GREEDY_BELOW
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Check every range; ``vocab_size`` bounds token ids when it is known.
+
+        Raises:
+            RequestError: names the first field that is out of range.
+        """
+        _integer("n", self.n, 1, MAX_CHOICES)
+        _number("temperature", self.temperature, 0.0, 100.0)
+        if _number("top_p", self.top_p, 0.0, 1.0) == 0.0:
+            raise RequestError(f"top_p must be in (0, 1], got {self.top_p}", "top_p")
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} must not exceed max_tokens {self.max_tokens}", "min_tokens"
+            )
+        self._validate_stops(vocab_size)
+
+    def _validate_stops(self, vocab_size: int | None) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop holds {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
+        if any(not isinstance(text, str) for text in self.stop):
+            raise RequestError("stop must hold strings", "stop")
+        if any(not text for text in self.stop):
+            raise RequestError("stop must not contain an empty string", "stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(f"stop_token_ids holds more than {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
+        check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
+
+
+def check_token_ids(ids: Sequence[object], vocab_size: int | None, param: str) -> None:
+    """Refuse ids that are not integers in 0..vocab_size-1.
+
+    Raises:
+        RequestError: with the first bad id and its index.
+    """
+    bound = 2**31 if vocab_size is None else vocab_size
+    for index, value in enumerate(ids):
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < bound:
+            raise RequestError(f"{param}[{index}] = {value!r} is not a token id in 0..{bound - 1}", param)
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {value}", name)
+    return float(value)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", name)
+    if not low <= value <= high:
+        raise RequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+    return value
