@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 ENV_PREFIX = "HEADRACE_"
 GATEWAY, TOKENIZER, ENGINE, WORKER = "api_gateway", "tokenizer_service", "core_engine", "gpu_worker"
@@ -67,6 +67,7 @@ class Settings:
     watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
     max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
     steps_in_flight: int = setting(2, "steps sent to a worker before the first of them is settled", ENGINE)
+    step_timeout_s: float = setting(300.0, "a worker that settles no step for this long is stuck", ENGINE)
     step_log: str | None = setting(None, "file that gets one JSON line per step", ENGINE)
 
     # worker
@@ -85,6 +86,7 @@ class Settings:
     port: int = setting(8000, "port of the API", GATEWAY)
     api_key: list[str] = setting([], "key that clients must send; may be given several times", GATEWAY)
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body; larger ones are refused with 413", GATEWAY)
+    shutdown_timeout: float = setting(30.0, "seconds that running requests may take after SIGTERM", GATEWAY)
     max_connections: int = setting(4096, "requests served at the same time; more are refused with 429", GATEWAY)
     return_tokens_as_token_ids: bool = setting(False, "add token_ids to completions", GATEWAY)
 
@@ -106,7 +108,9 @@ class Settings:
     beat_s: float = setting(1.0, "time between two signs of life on a link", *SERVICES)
 
     # logging
-    log_level: str = setting("info", "debug, info, warning or error", *SERVICES)
+    log_level: str = setting(
+        "info", "least severity that is logged", *SERVICES, choices=("debug", "info", "warning", "error")
+    )
     log_format: str = setting("console", "console or json", *SERVICES, choices=("console", "json"))
 
     def __post_init__(self) -> None:
@@ -140,6 +144,7 @@ def parse_settings(
     argv: Sequence[str],
     *,
     description: str = "",
+    prog: str = "",
     environ: Mapping[str, str] | None = None,
     positional_model: bool = False,
 ) -> Settings:
@@ -148,17 +153,21 @@ def parse_settings(
     Exits with status 2 and a line that names the nearest flag when one is unknown, like argparse.
     """
     environ = os.environ if environ is None else environ
-    parser = _Parser(prog=f"python -m {service}" if service else "headrace serve", description=description)
+    prog = prog or (f"python -m {service}" if service else "headrace serve")
+    parser = _Parser(prog=prog, description=description)
     fields = _fields_of(service)
     if positional_model:
         parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
     hints = get_type_hints(Settings)
     for field in fields:
-        _add_flag(parser, field, hints[field.name], environ)
+        _add_flag(parser, field, hints[field.name])
     values = vars(parser.parse_args(list(argv)))
     positional = values.pop("model_positional", None)
     if positional is not None:
         values["model"] = positional
+    for field in fields:
+        if values[field.name] is None:
+            values[field.name] = _from_environment(parser, field, hints[field.name], environ)
     try:
         return Settings(**values)
     except ValueError as error:
@@ -179,43 +188,53 @@ def _flag_of(name: str, value: Any) -> list[str]:
     if isinstance(value, bool):
         return [flag if value else "--no-" + flag[2:]]
     if isinstance(value, list):
-        return [flag, *map(str, value)] if value else []
+        return [f"{flag}={item}" for item in value]
     return [f"{flag}={value}"]
 
 
-def _add_flag(
-    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, environ: Mapping[str, str]
-) -> None:
-    flag = "--" + field.name.replace("_", "-")
-    kind = next((a for a in get_args(hint) if a is not type(None)), hint) if get_args(hint) else hint
-    is_list = getattr(hint, "__origin__", None) is list
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
+    kind, is_list = _kind(hint)
     default, text = _default(field), field.metadata["help"]
-    given = environ.get(ENV_PREFIX + field.name.upper())
     shown = "" if default is None or is_list or kind is bool else f" (default: {default})"
-    options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%") + shown}
+    options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%") + shown, "default": None}
     if kind is bool:
-        default = _boolean(given) if given is not None else default
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=default, **options)
-        return
-    converters: dict[Any, Callable[[str], Any]] = {int: _whole, float: float, str: str}
-    convert = converters[kind]
-    if field.metadata["choices"]:
-        options["choices"] = field.metadata["choices"]
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options |= {"type": _CONVERTERS[kind], "choices": field.metadata["choices"]}
     if is_list:
-        default = given.split(",") if given else default
-        parser.add_argument(flag, nargs="+", action="extend", type=convert, default=None, **options)
-        parser.set_defaults(**{field.name: default})
-        return
-    if given is not None:
-        try:
-            default = convert(given)
-        except ValueError:
-            parser.error(f"{ENV_PREFIX}{field.name.upper()}: {given!r} is not a valid value")
-    parser.add_argument(flag, type=convert, default=default, **options)
+        options |= {"nargs": "+", "action": "extend"}
+    parser.add_argument("--" + field.name.replace("_", "-"), **options)
+
+
+def _from_environment(
+    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, environ: Mapping[str, str]
+) -> Any:
+    """The value of a setting that no flag gives: the environment's, else the default."""
+    variable = ENV_PREFIX + field.name.upper()
+    given = environ.get(variable)
+    if given is None:
+        return _default(field)
+    kind, is_list = _kind(hint)
+    if is_list:
+        return [item.strip() for item in given.split(",") if item.strip()]
+    try:
+        value = _CONVERTERS[kind](given)
+    except (ValueError, argparse.ArgumentTypeError):
+        parser.error(f"{variable}: {given!r} is not a valid value")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        parser.error(f"{variable}: {given!r} is not one of {', '.join(choices)}")
+    return value
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """The type of one value, and whether there may be several."""
+    kinds = [a for a in get_args(hint) if a is not type(None)]
+    return (kinds[0] if kinds else hint), get_origin(hint) is list
 
 
 def _whole(text: str) -> int:
-    """An integer, with ``16k`` = 16,384 and ``16K`` = 16,000 … as vLLM reads them: k is 1000, K is 1024."""
+    """An integer; as in vLLM ``16k`` is 16,000 and ``16K`` 16,384, and likewise m/M and g/G."""
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
@@ -229,6 +248,9 @@ def _whole(text: str) -> int:
 
 def _boolean(text: str) -> bool:
     return text.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+_CONVERTERS: dict[type, Callable[[str], Any]] = {int: _whole, float: float, str: str, bool: _boolean}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -97,6 +97,8 @@ class End:
     error: ErrorInfo | None = None
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache when the request was first scheduled."""
+    prompt_tokens: int = 0
+    """Length of the prompt; 0: not known to who ended it."""
 
 
 @part
@@ -387,6 +389,8 @@ class WorkerConfig:
     """``auto`` or ``dummy`` (random weights)."""
     rank: int = 0
     world_size: int = 1
+    num_token_ids: int | None = None
+    """Ids from here on have no token in the tokenizer and are never sampled; None: all ids of the logits have one."""
 
 
 class Epoch(NamedTuple):

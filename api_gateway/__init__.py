@@ -1,0 +1,1 @@
+"""The HTTP side of Headrace: the OpenAI-compatible API, authentication, admission, streaming and metrics."""

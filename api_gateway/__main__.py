@@ -1,0 +1,99 @@
+"""``python -m api_gateway``: serve the HTTP API in front of running tokenizers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import socket
+
+import uvloop
+from aiohttp import web
+
+from api_gateway.app import make_app
+from api_gateway.gateway import Gateway
+from api_gateway.http_server import Runner, bind
+from shared.config import GATEWAY, Settings
+from shared.lifecycle import Heartbeat, install_signal_handlers, run_service
+from shared.logging import get_logger
+
+SPARE_FILES = 512
+"""Open files beside the connections that are being served: idle connections, sockets to tokenizers, logs."""
+
+log = get_logger()
+
+
+def main(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT. The port is taken before anything else is done."""
+    listening = bind(settings.host, settings.port)
+    _allow_files(settings.max_connections + SPARE_FILES)
+    # What exists now lives as long as the process: no collection need look at it again.
+    gc.freeze()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(settings, listening))
+
+
+async def serve(settings: Settings, listening: socket.socket) -> None:
+    """Serve on a bound socket until the process is told to stop; then drain."""
+    stop = asyncio.Event()
+    install_signal_handlers(stop.set, asyncio.get_running_loop())
+    gateway = Gateway(settings)
+    await gateway.start()
+    runner = Runner(make_app(gateway))
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening).start()
+        log.info("listening", url=url_of(listening), models=gateway.names)
+        beating = asyncio.create_task(_beat())
+        announcing = asyncio.create_task(_announce(gateway, url_of(listening)))
+        await stop.wait()
+        log.info("stopping")
+        await gateway.drain(settings.shutdown_timeout)
+        for task in (beating, announcing):
+            task.cancel()
+    finally:
+        await runner.cleanup()
+        await gateway.stop()
+
+
+def url_of(listening: socket.socket) -> str:
+    """How to reach a listening socket from this machine."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{host}:{port}"
+
+
+def _allow_files(wanted: int) -> None:
+    """Raise the limit of open files as far as connections may need; say so where it is too low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning("the limit of open files is low; raise it with ulimit -n", limit=allowed, wanted=wanted)
+
+
+async def _beat() -> None:
+    heartbeat = Heartbeat()
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(0.5)
+
+
+async def _announce(gateway: Gateway, url: str) -> None:
+    """Say what the server is waiting for, then how to use it."""
+    said = None
+    while (reason := gateway.not_ready()) is not None:
+        if reason != said:
+            log.info("not ready", reason=reason)
+            said = reason
+        await asyncio.sleep(0.2)
+    body = f'{{"model": "{gateway.names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
+    log.info(
+        "ready", url=url, try_it=f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+if __name__ == "__main__":
+    run_service(GATEWAY, main, "HTTP API of Headrace")

@@ -1,0 +1,90 @@
+"""Questions to a tokenizer that are not requests: asked again until one answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from shared.errors import ErrorCode, RequestError
+from shared.messages import Detokenize, Detokenized, Int32, Message, TextSpec, Tokenize, Tokenized
+
+GIVE_UP_S = 30.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    message: Tokenize | Detokenize
+    answer: asyncio.Future[Tokenized | Detokenized]
+    asked_at: float = 0.0
+    times: int = 0
+
+
+class Calls:
+    """Open questions.
+
+    Args:
+        send: sends a message to a tokenizer by name; False when it cannot go out now.
+        names: the tokenizers that are ready.
+        beat_s: after two beats without an answer the question is asked again, of the next one.
+    """
+
+    def __init__(self, send: Callable[[str, Message], bool], names: Callable[[], Sequence[str]], beat_s: float) -> None:
+        self._send = send
+        self._names = names
+        self._again_s = 2 * beat_s
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Call] = {}
+
+    async def tokenize(self, spec: TextSpec, want_strings: bool) -> Tokenized:
+        """The ids of a text or a chat.
+
+        Raises:
+            RequestError: as the tokenizer says, or 503 when none answers.
+        """
+        answer = await self._ask(Tokenize(next(self._numbers), spec, want_strings))
+        assert isinstance(answer, Tokenized)
+        return answer
+
+    async def detokenize(self, tokens: Int32) -> Detokenized:
+        """The text of ids. Raises as ``tokenize``."""
+        answer = await self._ask(Detokenize(next(self._numbers), tokens))
+        assert isinstance(answer, Detokenized)
+        return answer
+
+    async def _ask(self, message: Tokenize | Detokenize) -> Tokenized | Detokenized:
+        call = _Call(message, asyncio.get_running_loop().create_future())
+        self._open[message.call] = call
+        try:
+            self._put(call)
+            async with asyncio.timeout(GIVE_UP_S):
+                answer = await call.answer
+        except TimeoutError:
+            raise RequestError("no tokenizer has answered", code=ErrorCode.UNAVAILABLE) from None
+        finally:
+            del self._open[message.call]
+        if answer.error is not None:
+            code = ErrorCode(answer.error.code)
+            raise RequestError(answer.error.message, answer.error.param, code)
+        return answer
+
+    def on_answer(self, answer: Tokenized | Detokenized) -> None:
+        call = self._open.get(answer.call)
+        expected = Tokenized if call is not None and isinstance(call.message, Tokenize) else Detokenized
+        if call is not None and isinstance(answer, expected) and not call.answer.done():
+            call.answer.set_result(answer)
+
+    def tick(self) -> None:
+        """Ask again what has waited too long. Call it several times a beat."""
+        now = time.monotonic()
+        for call in self._open.values():
+            if now - call.asked_at >= self._again_s:
+                self._put(call)
+
+    def _put(self, call: _Call) -> None:
+        names = self._names()
+        if names and self._send(names[call.times % len(names)], call.message):
+            call.asked_at = time.monotonic()
+            call.times += 1

@@ -1,0 +1,79 @@
+"""A KV block, and the intrusive doubly linked list that free blocks hang on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Block:
+    """One block of the KV pool. Linked into a list exactly while nobody holds it (``ref == 0``)."""
+
+    __slots__ = ("digest", "following", "id", "ids", "parent", "previous", "ref")
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.ref = 0
+        self.digest: bytes | None = None
+        """Chain hash of a full, settled block that the prefix map names; None: its content is nobody's prefix."""
+        self.parent = b""
+        """Digest of the block before it."""
+        self.ids = b""
+        """Token ids of a hashed block, raw int32."""
+        self.previous: Block | None = None
+        self.following: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.id}, ref={self.ref}, {'hashed' if self.digest else 'unhashed'})"
+
+
+class BlockList:
+    """Blocks in a row: O(1) at both ends and O(1) removal from the middle. A block is in one list at most."""
+
+    def __init__(self) -> None:
+        self._ends = Block(-1)
+        self._ends.previous = self._ends.following = self._ends
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._ends.following
+        while block is not None and block is not self._ends:
+            yield block
+            block = block.following
+
+    def prepend(self, block: Block) -> None:
+        self._insert_after(self._ends, block)
+
+    def append(self, block: Block) -> None:
+        assert self._ends.previous is not None
+        self._insert_after(self._ends.previous, block)
+
+    def remove(self, block: Block) -> None:
+        before, after = block.previous, block.following
+        if before is None or after is None:
+            raise ValueError(f"{block} is not linked")
+        before.following, after.previous = after, before
+        block.previous = block.following = None
+        self._length -= 1
+
+    def pop_first(self) -> Block:
+        """Unlink and return the first block.
+
+        Raises:
+            IndexError: the list is empty.
+        """
+        block = self._ends.following
+        if block is None or block is self._ends:
+            raise IndexError("no block is linked")
+        self.remove(block)
+        return block
+
+    def _insert_after(self, before: Block, block: Block) -> None:
+        after = before.following
+        if block.previous is not None or after is None:
+            raise ValueError(f"{block} is already linked")
+        block.previous, block.following = before, after
+        before.following = after.previous = block
+        self._length += 1

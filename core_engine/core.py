@@ -1,0 +1,239 @@
+"""Requests, replicas and the bookkeeping between them: the engine without its sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+from core_engine.admission import Admission
+from core_engine.kv_cache_manager import KVCacheManager
+from core_engine.limits import sequence_limit
+from core_engine.metrics import EngineMetrics
+from core_engine.queues import QUEUES
+from core_engine.replica import Replica
+from core_engine.request import Exit, Request, Sequence
+from core_engine.scheduler import Scheduler, SchedulerConfig
+from core_engine.settle import Settled, StopTable, settle
+from core_engine.slot_table import SlotTable
+from core_engine.step_record import StepRecord
+from shared.errors import ErrorCode, ProtocolError, RequestError
+from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
+
+MOST_STRIKES = 3
+CLEAR_TOKENS = 3
+"""A sequence that got on by this many tokens between two losses of a worker caused neither."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoreConfig:
+    """What the bookkeeping needs to know."""
+
+    scheduler: SchedulerConfig
+    vocab_size: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+    steps_in_flight: int = 2
+    max_num_queued_reqs: int = 4096
+    policy: str = "fcfs"
+    eviction: str = "lru"
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a worker: some spare ones, so that those that drain do not hold up newcomers."""
+        return self.scheduler.max_num_seqs + max(2, self.scheduler.max_num_seqs // 16)
+
+
+class EngineCore:
+    """Waiting sequences, common to all replicas, and the replicas that are ready."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        *,
+        metrics: EngineMetrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        recorder: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.metrics = metrics or EngineMetrics(config.scheduler.max_model_len)
+        self.waiting = QUEUES[config.policy]()
+        self.replicas: list[Replica] = []
+        self.stops = StopTable(config.vocab_size)
+        self.scheduler = Scheduler(
+            config.scheduler,
+            self.waiting,
+            Admission(config.watermark),
+            clock=clock,
+            metrics=self.metrics,
+            recorder=recorder,
+        )
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def kv_capacity(self) -> int | None:
+        """Tokens that the smallest KV cache holds; None while no worker is ready."""
+        return min((replica.kv.capacity for replica in self.replicas), default=None)
+
+    def submit(self, request: Request, generated: dict[int, Int32], *, bounded: bool = True) -> list[Sequence]:
+        """Queue choices of a request.
+
+        Args:
+            generated: for each choice to run, the ids that it has already.
+            bounded: refuse if too many wait; otherwise what was accepted once is accepted again.
+
+        Returns:
+            Their sequences. One whose ids end it already is not queued; its ``finish_reason`` is set.
+
+        Raises:
+            RequestError: it can never run, or the queue is full; nothing was queued.
+        """
+        try:
+            limit = self._limit_of(request)
+            if bounded and not any(ids.size for ids in generated.values()):
+                self._check_queue(len(generated))
+        except RequestError as error:
+            self.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
+            raise
+        sequences = [Sequence(request, choice, ids, limit) for choice, ids in generated.items()]
+        request.sequences += sequences
+        for sequence in sequences:
+            self.stops.add(request.stop_ids)
+            length = len(sequence.tokens)
+            end = sequence.end_of(int(sequence.tokens[-1]), length) if length > sequence.prompt_len else None
+            if end is None:
+                self.waiting.push(sequence)
+            else:
+                sequence.stop_reason = end[1]
+                self._ended(sequence, end[0])
+        return sequences
+
+    def _check_queue(self, newcomers: int) -> None:
+        bound = self.config.max_num_queued_reqs
+        if len(self.waiting) + newcomers > bound:
+            raise RequestError(
+                f"{len(self.waiting)} requests are waiting and at most {bound} may; try again later",
+                code=ErrorCode.OVERLOADED,
+            )
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence wherever it is; its memory is back once no step names it. Nothing if it has ended."""
+        if sequence.finish_reason is not None:
+            return
+        if sequence.slot is not None:
+            self._replica_of(sequence).request_exit(sequence, Exit.ABORT)
+        elif not sequence.resting:
+            self.waiting.remove(sequence)
+        self._ended(sequence, reason)
+
+    def rest(self, sequence: Sequence, resting: bool) -> None:
+        """Take a sequence off its worker, or out of the queue, until it is called back."""
+        if sequence.finish_reason is not None or sequence.resting == resting:
+            return
+        sequence.resting = resting
+        if sequence.slot is not None:
+            if resting:
+                self._replica_of(sequence).request_exit(sequence, Exit.PREEMPT)
+        elif resting:
+            self.waiting.remove(sequence)
+        else:
+            self.waiting.push(sequence)
+
+    def _limit_of(self, request: Request) -> int:
+        return sequence_limit(
+            len(request.prompt),
+            request.params.max_tokens,
+            max_model_len=self.config.scheduler.max_model_len,
+            kv_capacity=self.kv_capacity,
+            block_size=self.config.block_size,
+        )
+
+    def _length_of(self, sequence: Sequence) -> int:
+        if sequence.slot is None:
+            return len(sequence.tokens)
+        return int(self._replica_of(sequence).slots.num_tokens[sequence.slot])
+
+    def _replica_of(self, sequence: Sequence) -> Replica:
+        return next(replica for replica in self.replicas if sequence in replica)
+
+    def _ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        sequence.ended_at = self.clock()
+        sequence.num_generated = self._length_of(sequence) - sequence.prompt_len
+        self.stops.remove(sequence.request.stop_ids)
+        if sequence.request.finished:
+            self.metrics.finished(sequence.request)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def plan(self, replica: Replica) -> Step | None:
+        """The next step for a replica with credit left; None: no credit, or nothing to compute."""
+        if len(replica.window) >= self.config.steps_in_flight:
+            return None
+        return self.scheduler.plan(replica)
+
+    def settle(self, replica: Replica, result: StepResult) -> Settled:
+        """Apply the result of the oldest step in flight.
+
+        Raises:
+            ProtocolError: it is not that; the epoch is over.
+        """
+        if not replica.window:
+            raise ProtocolError(f"result of step {result.number}, but no step is in flight")
+        step = replica.window[0]
+        settled = settle(replica, step, result, self.stops)
+        replica.window.popleft()
+        for sequence, num_settled in step.prefills:
+            if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
+                sequence.first_token_at = self.clock()
+        self.metrics.stepped(step.num_tokens, len(settled.tokens), len(result.tokens) - len(settled.tokens))
+        for sequence in settled.finished:
+            assert sequence.finish_reason is not None
+            self._ended(sequence, sequence.finish_reason)
+        return settled
+
+    # -- replicas --------------------------------------------------------------------------------------------------
+
+    def begin_epoch(self, name: str, epoch: Epoch, num_blocks: int) -> list[tuple[Sequence, RequestError]]:
+        """A worker is ready with ``num_blocks`` blocks.
+
+        Returns:
+            Waiting sequences that are longer than its KV cache; they have ended.
+        """
+        kv = KVCacheManager(
+            num_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            eviction=self.config.eviction,
+        )
+        slots = SlotTable(self.config.num_slots, self.config.scheduler.max_model_len)
+        self.replicas.append(Replica(name, epoch, kv, slots, self.waiting))
+        refused: list[tuple[Sequence, RequestError]] = []
+        for sequence in list(self.waiting):
+            try:
+                sequence.limit = self._limit_of(sequence.request)
+                if len(sequence.tokens) >= sequence.limit:
+                    raise RequestError(f"{len(sequence.tokens)} tokens do not fit the KV cache of the new worker")
+            except RequestError as error:
+                self.end(sequence, FinishReason.ERROR)
+                refused.append((sequence, error))
+        return refused
+
+    def end_epoch(self, replica: Replica) -> list[Sequence]:
+        """A worker is lost: its sequences wait again, in order, with the tokens that they have.
+
+        Returns:
+            Sequences that were aboard ``MOST_STRIKES`` such losses in a row without getting on; they are yours to end.
+        """
+        aboard = {slot for step in replica.window for slot in step.rows.tolist()}
+        struck = [replica.slots.sequence_at(slot) for slot in aboard if not replica.slots.ended[slot]]
+        replica.evacuate()
+        self.replicas.remove(replica)
+        for sequence in struck:
+            length = len(sequence.tokens)
+            sequence.strikes = 1 if length >= sequence.struck_at + CLEAR_TOKENS else sequence.strikes + 1
+            sequence.struck_at = length
+        return [sequence for sequence in struck if sequence.strikes >= MOST_STRIKES]

@@ -1,0 +1,210 @@
+"""The engine process: one loop that drains its links, settles what came, plans, sends, and never waits but in poll."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable
+
+import structlog
+
+from core_engine.core import EngineCore
+from core_engine.engine_config import load_engine_config, scheduler_for
+from core_engine.frontend_link import FrontendLink
+from core_engine.replica import Replica
+from core_engine.step_record import StepLog
+from core_engine.worker_link import WorkerLink
+from shared.config import Settings
+from shared.errors import ErrorCode, ProtocolError, RequestError, StartupError
+from shared.hop import RunningClock, Timers
+from shared.lifecycle import Heartbeat
+from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Ready, Step
+from shared.transport import Listener, Poller, load_curve_keys, new_boot
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+DEFAULT_LISTEN = "tcp://127.0.0.1:5552"
+DEFAULT_LISTEN_WORKERS = "tcp://127.0.0.1:5553"
+TICKS_PER_BEAT = 10
+GC_THRESHOLDS = (20_000, 20, 50)
+
+
+class Engine:
+    """Binds both endpoints at once; ``run`` returns after ``stop``.
+
+    Raises:
+        StartupError: the model or a setting is unusable, or an endpoint cannot be bound.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.config = load_engine_config(settings)
+        self.name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._boot = new_boot()
+        self._curve = load_curve_keys(settings.curve_dir) if settings.curve_dir else None
+        self._stopping = False
+        self._failure = ""
+        self._clock = RunningClock(time.monotonic)
+        self._step_log = StepLog(settings.step_log) if settings.step_log else None
+        self.core = EngineCore(self.config.core, clock=time.monotonic, recorder=self._step_log)
+        timers = Timers(settings.beat_s, settings.lease_s)
+        self.workers = WorkerLink(
+            settings.listen_workers or DEFAULT_LISTEN_WORKERS,
+            boot=self._boot,
+            config=self.config.worker,
+            clock=self._clock,
+            beat_s=settings.beat_s,
+            step_timeout_s=settings.step_timeout_s,
+            begin=self._begin_epoch,
+            end=self._end_epoch,
+            make_hello=self._hello,
+            make_listener=self._listener,
+        )
+        self.frontends = FrontendLink(
+            self._listener(settings.listen or DEFAULT_LISTEN),
+            self.core,
+            name=self.name,
+            timers=timers,
+            clock=self._clock,
+            recompute=settings.batch_invariant,
+            eos_ids=self.config.eos_ids,
+            make_hello=self._hello,
+        )
+        self._poller = Poller()
+        self._poller.register(self.workers.listener)
+        self._poller.register(self.frontends.listener)
+        self._tick_s = settings.beat_s / TICKS_PER_BEAT
+        self._tick_due = 0.0
+        self._heartbeat = Heartbeat()
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until ``stop``.
+
+        Raises:
+            StartupError: a worker can never be ready.
+        """
+        log.info("listening", front_ends=self.frontends.listener.endpoint, workers=self.workers.listener.endpoint)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        try:
+            while not self._stopping:
+                self.turn()
+        except StartupError as error:
+            self._failure = str(error)
+            self.frontends.announce()
+            raise
+        finally:
+            self.close()
+
+    def turn(self) -> None:
+        """Drain, settle, plan, send: one turn of the loop."""
+        ready = self._poller.poll(self._tick_due - self._clock())
+        if self.frontends.listener in ready:
+            self.frontends.drain()
+        if self.workers.listener in ready:
+            for replica, result in self.workers.drain():
+                if replica in self.core.replicas:
+                    try:
+                        self.frontends.deliver(self.core.settle(replica, result))
+                    except ProtocolError as error:
+                        self.workers.fail(replica, error)
+        for replica in list(self.core.replicas):
+            while replica in self.core.replicas and (step := self.plan(replica)) is not None:
+                self.workers.send(replica, step)
+        self.frontends.flush()
+        if self._clock() >= self._tick_due:
+            self._tick()
+
+    def plan(self, replica: Replica) -> Step | None:
+        return self.core.plan(replica)
+
+    def stop(self) -> None:
+        """Ask ``run`` to return."""
+        self._stopping = True
+
+    def close(self) -> None:
+        self.workers.listener.close()
+        self.frontends.listener.close()
+        if self._step_log is not None:
+            self._step_log.close()
+
+    def _tick(self) -> None:
+        self._tick_due = self._clock() + self._tick_s
+        self._heartbeat.beat()
+        self.workers.tick()
+        self.core.metrics.stale_messages.set(self.workers.stale)
+        self.frontends.tick()
+
+    # -- replicas --------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self, name: str, ready: Ready) -> Replica:
+        settings, scheduler = self.settings, self.core.scheduler
+        scheduler.config = scheduler_for(settings, scheduler.config.max_model_len, ready.device)
+        refused = self.core.begin_epoch(name, ready.epoch, ready.num_blocks)
+        self.core.metrics.cache_configured(
+            block_size=settings.block_size,
+            num_blocks=ready.num_blocks,
+            prefix_caching=settings.enable_prefix_caching,
+            memory_utilization=settings.gpu_memory_utilization,
+        )
+        self._describe(name, ready)
+        for sequence, error in refused:
+            self.frontends.fail(sequence, error)
+        self.frontends.announce()
+        return self.core.replicas[-1]
+
+    def _end_epoch(self, replica: Replica, reason: str) -> None:
+        for sequence in self.core.end_epoch(replica):
+            words = f"the worker failed again and again while it computed this request: {reason}"
+            self.frontends.fail(sequence, RequestError(words, code=ErrorCode.INTERNAL))
+        self.frontends.announce()
+
+    def _describe(self, name: str, ready: Ready) -> None:
+        """Say in plain words what the KV cache can hold."""
+        block_size = self.settings.block_size
+        max_model_len = self.config.card.max_model_len
+        tokens = (ready.num_blocks - 1) * block_size
+        log.info(
+            f"worker {name} is ready on {ready.device} in {ready.dtype}: "
+            f"{ready.block_bytes // block_size:,} bytes of KV cache per token, {ready.block_bytes:,} per block of "
+            f"{block_size}; cache of {tokens:,} tokens; at most {tokens / max_model_len:.1f} requests of "
+            f"{max_model_len:,} tokens at the same time",
+            epoch=ready.epoch.counter,
+        )
+        if tokens < max_model_len:
+            log.warning(f"the KV cache holds {tokens:,} tokens: requests longer than that are refused")
+
+    # -- links -----------------------------------------------------------------------------------------------------
+
+    def _listener(self, endpoint: str, on_malformed: Callable[[str, ProtocolError], None] | None = None) -> Listener:
+        return Listener(endpoint, boot=self._boot, curve=self._curve, on_malformed=on_malformed)
+
+    def _hello(self, peer: Hello | None) -> Hello:
+        """What the engine says of itself, to ``peer`` if it spoke first."""
+        ready = bool(self.core.replicas) and not self._failure
+        return Hello(
+            role="core_engine",
+            name=self.name,
+            oldest_protocol=OLDEST_PROTOCOL,
+            protocol=PROTOCOL_VERSION,
+            ready=ready,
+            card=self.config.card,
+            refusal=None if peer is None else self._refusal_of(peer),
+            status="" if ready else self._failure or self.workers.status,
+        )
+
+    def _refusal_of(self, peer: Hello) -> str | None:
+        if peer.oldest_protocol > PROTOCOL_VERSION or peer.protocol < OLDEST_PROTOCOL:
+            return (
+                f"{peer.role} {peer.name} speaks protocol {peer.oldest_protocol} to {peer.protocol}, this engine "
+                f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"
+            )
+        card = self.config.card
+        if peer.card is not None and (peer.card.digest, peer.card.vocab_size) != (card.digest, card.vocab_size):
+            return f"{peer.role} {peer.name} has another model ({peer.card.model}) than this engine ({card.model})"
+        return None

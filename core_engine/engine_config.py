@@ -1,0 +1,93 @@
+"""From settings and the model's configuration to what the core and the workers need to know."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from core_engine.core import CoreConfig
+from core_engine.scheduler import SchedulerConfig
+from shared.config import Settings
+from shared.errors import StartupError
+from shared.messages import ModelCard, WorkerConfig
+from shared.model_config import load_model_config, model_digest, resolve_max_model_len
+from shared.model_source import resolve_model
+
+CPU_BUDGET, GPU_BUDGET = 2048, 8192
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that is fixed while an engine runs, but the token budget where it depends on the worker's device."""
+
+    card: ModelCard
+    eos_ids: tuple[int, ...]
+    core: CoreConfig
+    worker: WorkerConfig
+
+
+def load_engine_config(settings: Settings) -> EngineConfig:
+    """Read the model's configuration and resolve every default.
+
+    Until a worker says what its device is, ``--device auto`` plans for a GPU: ``WorkerConfig.max_num_batched_tokens``
+    is the most that a step may ever hold, and ``scheduler_for`` lowers the budget once the worker is ready.
+
+    Raises:
+        StartupError: the model is not there, or a setting does not fit it or another one.
+    """
+    source = resolve_model(settings.model, settings.revision)
+    model = load_model_config(source)
+    max_model_len = resolve_max_model_len(model, settings.max_model_len)
+    scheduler = scheduler_for(settings, max_model_len, settings.device)
+    core = CoreConfig(
+        scheduler=scheduler,
+        vocab_size=model.vocab_size,
+        block_size=settings.block_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        watermark=settings.watermark,
+        steps_in_flight=settings.steps_in_flight,
+        max_num_queued_reqs=settings.max_num_queued_reqs,
+    )
+    worker = WorkerConfig(
+        model=str(source.path),
+        dtype=settings.dtype,
+        max_model_len=max_model_len,
+        block_size=settings.block_size,
+        num_slots=core.num_slots,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        num_blocks_override=settings.num_gpu_blocks_override,
+        seed=settings.seed,
+        batch_invariant=settings.batch_invariant,
+        enforce_eager=settings.enforce_eager,
+        load_format=settings.load_format,
+    )
+    card = ModelCard(source.name, model_digest(model, source), model.vocab_size, max_model_len)
+    return EngineConfig(card, model.eos_token_ids, core, worker)
+
+
+def scheduler_for(settings: Settings, max_model_len: int, device: str) -> SchedulerConfig:
+    """The limits of a step on ``device`` (``cpu``, ``cuda:0``, …; ``auto``: as on a GPU).
+
+    Raises:
+        StartupError: whole prompts are to be scheduled, and the longest does not fit a step.
+    """
+    default = CPU_BUDGET if device.startswith("cpu") else GPU_BUDGET
+    if not settings.enable_chunked_prefill:
+        default = max(default, max_model_len)
+    budget = settings.max_num_batched_tokens or default
+    prefill = min(settings.max_prefill_tokens or budget, budget)
+    if not settings.enable_chunked_prefill and prefill < max_model_len:
+        name = "--max-prefill-tokens" if prefill < budget else "--max-num-batched-tokens"
+        raise StartupError(
+            f"{name} {prefill} < max_model_len {max_model_len}: a prompt that long could never run with "
+            f"--no-enable-chunked-prefill; raise it, lower --max-model-len, or allow chunks"
+        )
+    return SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_prefill_tokens=prefill,
+        max_num_partial_prefills=settings.max_num_partial_prefills,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        max_model_len=max_model_len,
+    )

@@ -1,0 +1,218 @@
+"""The link to tokenizers: requests come in, token deltas go out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+
+from core_engine.core import EngineCore
+from core_engine.metrics import kv_usage
+from core_engine.request import Request, Sequence, stop_ids_of
+from core_engine.settle import Settled
+from shared.errors import RequestError
+from shared.hop import ENGINE, Child, Log, RunningClock, Timers
+from shared.hop import Request as HopRequest
+from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, TokenSpec
+from shared.sampling import check_token_ids
+from shared.transport import Listener
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+LOAD_S = 0.25
+"""Between two Load messages while something changes."""
+MOST_AT_ONCE = 256
+"""Messages that are taken from the socket in one turn of the loop."""
+FORGET_BEATS = 10
+
+
+class FrontendLink:
+    """The engine's side of the hop: turns requests of the hop into sequences, and settled steps into their logs."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        core: EngineCore,
+        *,
+        name: str,
+        timers: Timers,
+        clock: RunningClock,
+        recompute: bool,
+        eos_ids: tuple[int, ...],
+        make_hello: Callable[[Hello | None], Hello],
+    ) -> None:
+        self.listener = listener
+        self.core = core
+        self._source = f"engine/{name}"
+        self._timers = timers
+        self._clock = clock
+        self._eos_ids = eos_ids
+        self._make_hello = make_hello
+        self._num_requests = 0
+        self._peers: dict[str, float] = {}
+        """Identity, when it last said Hello."""
+        self._load: Load | None = None
+        self._load_due = 0.0
+        self._beat_due = 0.0
+        self.child = Child(
+            send=listener.send, clock=clock, timers=timers, events=self, role=ENGINE, recompute=recompute
+        )
+
+    # -- the loop's side -------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Take what has arrived, up to a bound."""
+        for _ in range(MOST_AT_ONCE):
+            received = self.listener.receive()
+            if received is None:
+                return
+            if isinstance(received.message, Hello):
+                self._on_hello(received.peer, received.message)
+            else:
+                self.child.receive(received.peer, received.boot, received.message)
+
+    def deliver(self, settled: Settled) -> None:
+        """Write what a step gave into the logs; ``flush`` sends it."""
+        self.child.append_step([sequence.context for sequence in settled.sequences], settled.tokens.tolist())
+        for sequence in settled.finished:
+            self._finish(sequence)
+
+    def flush(self) -> None:
+        """One TokenDelta to each front end that has news."""
+        self.child.flush()
+
+    def tick(self) -> None:
+        """Leases, and the load; call it several times a beat."""
+        self.child.tick()
+        now = self._clock()
+        if now >= self._load_due:
+            self._load_due = now + min(LOAD_S, self._timers.beat_s)
+            self._send_load(now)
+
+    def fail(self, sequence: Sequence, error: RequestError) -> None:
+        """End a whole request with an error."""
+        self.child.fail(sequence.context.request, _error_info(error))
+        for sibling in sequence.request.sequences:
+            self.core.end(sibling, FinishReason.ERROR)
+
+    def announce(self) -> None:
+        """Say Hello to everybody: readiness has changed."""
+        for peer in self._peers:
+            self.listener.send(peer, self._make_hello(None))
+
+    # -- what the child tells --------------------------------------------------------------------------------------
+
+    def begin(self, request: HopRequest) -> None:
+        try:
+            accepted = self._accepted(request)
+            request.context = accepted
+            self._start(accepted, [item for item in request.logs if item.end is None], bounded=True)
+        except RequestError as error:
+            log.info("refused", request_id=request.rid, reason=error.message)
+            self.child.fail(request, _error_info(error))
+            return
+        self.child.accept(request, len(accepted.prompt))
+
+    def replaced(self, old: Log, new: Log) -> None:
+        if isinstance(old.context, Sequence):
+            self.core.end(old.context, FinishReason.ABORT)
+        if isinstance(new.request.context, Request) and new.end is None:
+            self._start(new.request.context, [new], bounded=False)
+
+    def resubmitted(self, request: HopRequest) -> None:
+        if isinstance(request.context, Request):
+            self.child.accept(request, len(request.context.prompt))
+
+    def unwanted(self, item: Log) -> None:
+        if isinstance(item.context, Sequence):
+            self.core.end(item.context, FinishReason.STOP)
+
+    def rested(self, request: HopRequest, resting: bool) -> None:
+        for item in request.logs:
+            if isinstance(item.context, Sequence):
+                self.core.rest(item.context, resting)
+
+    def dropped(self, request: HopRequest) -> None:
+        for item in request.logs:
+            if isinstance(item.context, Sequence) and item.context.finish_reason is None:
+                log.debug("aborted", request_id=request.rid, choice=item.choice)
+                self.core.end(item.context, FinishReason.ABORT)
+
+    def _accepted(self, request: HopRequest) -> Request:
+        """The request as the core wants it.
+
+        Raises:
+            RequestError: a field of it is out of range.
+        """
+        spec = request.spec
+        assert isinstance(spec, TokenSpec)
+        prompt: Int32 = np.frombuffer(spec.prompt, "<i4")
+        vocab_size = self.core.config.vocab_size
+        spec.params.validate(vocab_size)
+        if prompt.size and not 0 <= prompt.min() <= prompt.max() < vocab_size:
+            check_token_ids(prompt.tolist(), vocab_size, "prompt")
+        self._num_requests += 1
+        return Request(
+            rid=request.rid,
+            params=spec.params,
+            prompt=prompt,
+            order=self._num_requests,
+            arrived_at=self.core.clock(),
+            stop_ids=stop_ids_of(spec.params, self._eos_ids),
+            eos_ids=self._eos_ids,
+            priority=spec.priority,
+            cache_salt=spec.cache_salt,
+        )
+
+    def _start(self, request: Request, logs: list[Log], *, bounded: bool) -> None:
+        generated = {item.choice: np.array(item.ids, np.int32) for item in logs}
+        sequences = self.core.submit(request, generated, bounded=bounded)
+        for item, sequence in zip(logs, sequences, strict=True):
+            item.context, sequence.context = sequence, item
+            if sequence.finish_reason is not None:
+                self._finish(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        assert sequence.finish_reason is not None
+        cached = sequence.cached_tokens or 0
+        self.child.finish(sequence.context, End(sequence.finish_reason, sequence.stop_reason, cached_tokens=cached))
+        log.debug(
+            "finished",
+            request_id=sequence.request.rid,
+            choice=sequence.choice,
+            reason=sequence.finish_reason.name.lower(),
+            tokens=sequence.num_generated,
+        )
+
+    # -- signs of life ---------------------------------------------------------------------------------------------
+
+    def _on_hello(self, peer: str, hello: Hello) -> None:
+        self._peers[peer] = self._clock()
+        self.listener.send(peer, self._make_hello(hello))
+        if self._load is not None:
+            self.listener.send(peer, self._load)
+
+    def _send_load(self, now: float) -> None:
+        """Tell everybody the load if it has changed, and once a beat anyway."""
+        core = self.core
+        load = Load(
+            source=self._source,
+            boot=self.listener.boot,
+            running=sum(replica.num_running for replica in core.replicas),
+            waiting=len(core.waiting),
+            kv_usage=kv_usage(core.replicas),
+            metrics=core.metrics.samples(core.replicas, len(core.waiting)),
+        )
+        if now < self._beat_due and self._load is not None and load.metrics == self._load.metrics:
+            return
+        self._load, self._beat_due = load, now + self._timers.beat_s
+        for peer, heard in list(self._peers.items()):
+            if now - heard > FORGET_BEATS * self._timers.beat_s:
+                del self._peers[peer]
+            else:
+                self.listener.send(peer, load)
+
+
+def _error_info(error: RequestError) -> ErrorInfo:
+    return ErrorInfo(error.code, error.message, error.param)

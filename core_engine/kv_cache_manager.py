@@ -1,0 +1,124 @@
+"""Block tables: which KV blocks a sequence holds, which of them it shares, which are cached for others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import chain
+
+import numpy as np
+
+from core_engine.block import Block
+from core_engine.block_pool import BlockPool
+from core_engine.prefix_hash import extend_chain
+from core_engine.request import Sequence
+from shared.messages import Int32
+
+
+def slot_of(position: int, block_table: SequenceOf[int], block_size: int) -> int:
+    """Slot mapping: where in the pool the K and V of the token at ``position`` lie, in tokens."""
+    return block_table[position // block_size] * block_size + position % block_size
+
+
+class KVCacheManager:
+    """The KV blocks of one worker in one epoch."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, eviction: str = "lru"
+    ) -> None:
+        self.pool = BlockPool(num_blocks, eviction)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._block_bytes = block_size * np.dtype(np.int32).itemsize
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole pool holds."""
+        return (self.pool.num_blocks - 1) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, sequence: Sequence, *, reserve: int = 0, max_new_tokens: int | None = None) -> int | None:
+        """Match the cached prefix of a waiting sequence and allocate blocks for the rest of its tokens, or do nothing.
+
+        At least one token stays to be computed, so that there are logits to sample from.
+
+        Args:
+            reserve: blocks that must stay free.
+            max_new_tokens: refuse if more tokens than this have to be computed.
+
+        Returns:
+            Tokens whose KV is cached, a multiple of the block size; None: not enough free blocks, or too many tokens.
+        """
+        assert not sequence.blocks, f"{sequence} holds blocks already"
+        num_tokens = len(sequence.tokens)
+        hits = self._match(sequence)
+        num_cached = len(hits) * self.block_size
+        if max_new_tokens is not None and num_tokens - num_cached > max_new_tokens:
+            return None
+        num_fresh = self.blocks_for(num_tokens) - len(hits)
+        if num_fresh + sum(block.ref == 0 for block in hits) + reserve > self.pool.num_free:
+            return None
+        for block in hits:
+            self.pool.hold(block)
+        sequence.blocks = hits + [self.pool.take() for _ in range(num_fresh)]
+        sequence.num_hashed = len(hits)
+        return num_cached
+
+    def append(self, sequence: Sequence) -> Block:
+        """One more block for a running sequence.
+
+        Raises:
+            IndexError: no block is free.
+        """
+        block = self.pool.take()
+        sequence.blocks.append(block)
+        return block
+
+    def commit(self, sequence: Sequence, tokens: Int32, num_settled: int) -> None:
+        """Offer the blocks that the first ``num_settled`` tokens fill, KV written and settled, to the prefix map."""
+        num_full = num_settled // self.block_size
+        if not self.enable_prefix_caching or num_full <= sequence.num_hashed:
+            return
+        size, first = self._block_bytes, sequence.num_hashed
+        if len(sequence.digests) < num_full:
+            known = len(sequence.digests)
+            data = tokens[known * self.block_size : num_full * self.block_size].tobytes()
+            extend_chain(sequence.digests, sequence.root, data, size)
+        data = tokens[first * self.block_size : num_full * self.block_size].tobytes()
+        for index in range(first, num_full):
+            parent = sequence.digests[index - 1] if index else sequence.root
+            ids = data[(index - first) * size : (index - first + 1) * size]
+            self.pool.commit(sequence.blocks[index], sequence.digests[index], parent, ids)
+        sequence.num_hashed = num_full
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back every block of a drained sequence."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_hashed = 0
+
+    def promised(self, leaving: Iterable[Sequence]) -> int:
+        """Blocks that are free once all of ``leaving`` are gone: those that nobody else holds."""
+        holders = Counter(chain.from_iterable(sequence.blocks for sequence in leaving))
+        return sum(count == block.ref for block, count in holders.items())
+
+    def _match(self, sequence: Sequence) -> list[Block]:
+        """The longest run of cached blocks that the sequence's tokens, all but the last, begin with."""
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[Block] = []
+        data, size = sequence.tokens.tobytes(), self._block_bytes
+        parent = sequence.root
+        for index in range((len(sequence.tokens) - 1) // self.block_size):
+            ids = data[index * size : (index + 1) * size]
+            if index == len(sequence.digests):
+                extend_chain(sequence.digests, sequence.root, ids, size)
+            block = self.pool.find(sequence.digests[index], parent, ids)
+            if block is None:
+                break
+            hits.append(block)
+            parent = sequence.digests[index]
+        return hits

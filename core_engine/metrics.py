@@ -1,0 +1,131 @@
+"""The engine's counters, gauges and histograms under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING
+
+from core_engine.request import Request, Sequence
+from shared.messages import FinishReason
+from shared.metrics import Registry, Sample
+
+if TYPE_CHECKING:
+    from core_engine.replica import Replica
+
+SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+CHOICES = (1, 2, 5, 10, 20)
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+
+
+class EngineMetrics:
+    """Cumulative since the start of the process."""
+
+    def __init__(self, max_model_len: int) -> None:
+        registry = self._registry = Registry()
+        lengths = _one_two_five(max_model_len)
+        self._running = registry.gauge("vllm:num_requests_running")
+        self._waiting = registry.gauge("vllm:num_requests_waiting")
+        self._usage = registry.gauge("vllm:kv_cache_usage_perc")
+        self._cache_config = registry.gauges(
+            "vllm:cache_config_info", "block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization"
+        )
+        self.cache_queries = registry.counter("vllm:prefix_cache_queries")
+        self.cache_hits = registry.counter("vllm:prefix_cache_hits")
+        self.preemptions = registry.counter("vllm:num_preemptions")
+        self.prompt_tokens = registry.counter("vllm:prompt_tokens")
+        self.cached_prompt_tokens = registry.counter("vllm:prompt_tokens_cached")
+        self.generated_tokens = registry.counter("vllm:generation_tokens")
+        self._success = registry.counters("vllm:request_success", "finished_reason")
+        for reason in FinishReason:
+            self._success.labels(reason.name.lower())
+        self._rejections = registry.counters("vllm:admission_rejections", "reason").labels("max_num_queued_reqs")
+        self._step_tokens = registry.histogram("vllm:iteration_tokens_total", STEP_TOKENS)
+        self._prompt = registry.histogram("vllm:request_prompt_tokens", lengths)
+        self._generation = registry.histogram("vllm:request_generation_tokens", lengths)
+        self._max_tokens = registry.histogram("vllm:request_params_max_tokens", lengths)
+        self._choices = registry.histogram("vllm:request_params_n", CHOICES)
+        self._num_preemptions = registry.histogram("vllm:request_num_preemptions", PREEMPTIONS)
+        self._queue = registry.histogram("vllm:request_queue_time_seconds", SECONDS)
+        self._prefill = registry.histogram("vllm:request_prefill_time_seconds", SECONDS)
+        self._decode = registry.histogram("vllm:request_decode_time_seconds", SECONDS)
+        self._inference = registry.histogram("vllm:request_inference_time_seconds", SECONDS)
+        self.overrun_rows = registry.counter("headrace:overrun_rows")
+        """Rows that were computed for sequences which had ended meanwhile."""
+        self.stale_messages = registry.gauge("headrace:stale_messages")
+        """Messages of an old epoch that were dropped."""
+        self.malformed_messages = registry.gauge("headrace:malformed_messages")
+        self.epochs = registry.counter("headrace:epochs")
+        """Lives of links to workers that were begun."""
+
+    def scheduled(self, sequence: Sequence) -> None:
+        """A sequence got its first slot. What it finds in the cache after a preemption is no hit."""
+        assert sequence.cached_tokens is not None
+        self.cache_queries.inc(len(sequence.tokens))
+        self.cache_hits.inc(sequence.cached_tokens)
+        self.prompt_tokens.inc(sequence.prompt_len)
+        self.cached_prompt_tokens.inc(sequence.cached_tokens)
+
+    def stepped(self, num_tokens: int, num_generated: int, num_discarded: int) -> None:
+        """A step was settled: tokens that it computed, tokens that it added to outputs, rows that came to nothing."""
+        self._step_tokens.observe(num_tokens)
+        self.generated_tokens.inc(num_generated)
+        self.overrun_rows.inc(num_discarded)
+
+    def refused(self, *, queue_full: bool) -> None:
+        self._success.labels("error").inc()
+        self._rejections.inc(queue_full)
+
+    def finished(self, request: Request) -> None:
+        """Every choice of a request has ended."""
+        params, sequences = request.params, request.sequences
+        reasons = {sequence.finish_reason for sequence in sequences}
+        for reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP):
+            if reason in reasons:
+                self._success.labels(reason.name.lower()).inc()
+                break
+        self._prompt.observe(len(request.prompt))
+        self._generation.observe(sum(sequence.num_generated for sequence in sequences))
+        self._choices.observe(params.n)
+        self._num_preemptions.observe(sum(sequence.num_preemptions for sequence in sequences))
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        self._observe_times(request)
+
+    def _observe_times(self, request: Request) -> None:
+        scheduled = [s.scheduled_at for s in request.sequences if s.scheduled_at is not None]
+        first = [s.first_token_at for s in request.sequences if s.first_token_at is not None]
+        ended = [s.ended_at for s in request.sequences if s.ended_at is not None]
+        if not scheduled or not ended:
+            return
+        self._queue.observe(min(scheduled) - request.arrived_at)
+        self._inference.observe(max(ended) - min(scheduled))
+        if first:
+            self._prefill.observe(min(first) - min(scheduled))
+            self._decode.observe(max(ended) - min(first))
+
+    def cache_configured(self, **labels: object) -> None:
+        """The KV cache of a worker that is ready."""
+        values = [str(labels[name]) for name in ("block_size", "num_blocks", "prefix_caching", "memory_utilization")]
+        self._cache_config.labels(*values).set(1)
+
+    def samples(self, replicas: SequenceOf[Replica], num_waiting: int) -> list[Sample]:
+        """All of them, as a scrape shows them."""
+        self._running.set(sum(replica.num_running for replica in replicas))
+        self._waiting.set(num_waiting)
+        self._usage.set(kv_usage(replicas))
+        return self._registry.samples()
+
+
+def kv_usage(replicas: SequenceOf[Replica]) -> float:
+    """Share of all KV blocks that sequences hold, 0 to 1."""
+    return sum(replica.kv.pool.usage for replica in replicas) / len(replicas) if replicas else 0.0
+
+
+def _one_two_five(most: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, … up to ``most``."""
+    bounds = [float(factor * 10**power) for power in range(10) for factor in (1, 2, 5)]
+    return [bound for bound in bounds if bound <= most] or [1.0]

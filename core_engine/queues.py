@@ -1,0 +1,67 @@
+"""The waiting sequences in the order in which they are admitted. A policy is one class and one line in ``QUEUES``."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from typing import Protocol
+
+from core_engine.request import Sequence
+
+
+class WaitingQueue(Protocol):
+    """Holds each waiting sequence once."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In the order of admission."""
+
+    def push(self, sequence: Sequence) -> None:
+        """Add a new or a preempted sequence; a preempted one takes its old place again."""
+
+    def first(self) -> Sequence:
+        """The next one to admit.
+
+        Raises:
+            IndexError: nothing waits.
+        """
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that is admitted or aborted.
+
+        Raises:
+            KeyError: it does not wait here.
+        """
+
+
+class FirstComeFirstServed:
+    """By arrival, whatever was preempted in between."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def push(self, sequence: Sequence) -> None:
+        bisect.insort(self._sequences, sequence, key=_arrival)
+
+    def first(self) -> Sequence:
+        return self._sequences[0]
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect.bisect_left(self._sequences, sequence.arrival, key=_arrival)
+        if index == len(self._sequences) or self._sequences[index] is not sequence:
+            raise KeyError(sequence)
+        del self._sequences[index]
+
+
+def _arrival(sequence: Sequence) -> tuple[int, int]:
+    return sequence.arrival
+
+
+QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FirstComeFirstServed}

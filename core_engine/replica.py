@@ -1,0 +1,153 @@
+"""One worker in one epoch, as the engine keeps it: KV blocks, slots, the steps in flight.
+
+A new epoch is a new ``Replica``; nothing of the old one is carried over but the tokens of its sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+
+import numpy as np
+
+from core_engine.kv_cache_manager import KVCacheManager
+from core_engine.queues import WaitingQueue
+from core_engine.request import Exit, Sequence
+from core_engine.slot_table import Slots, SlotTable
+from shared.messages import Epoch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepInFlight:
+    """What settle needs to know of a step that was sent."""
+
+    number: int
+    rows: Slots
+    """[rows] slots in the step, prefill rows first."""
+    sampled: Slots
+    """[samples] slots that get a token, in the order of ``Step.sample``."""
+    prefills: list[tuple[Sequence, int]]
+    """Prefill rows: the sequence, and its tokens whose KV is written after the step."""
+    num_tokens: int
+    """Tokens that it computes."""
+    sent_at: float
+
+
+class Replica:
+    """Sequences run in slots; ``request_exit`` and ``drained`` are the only ways out of one."""
+
+    def __init__(
+        self,
+        name: str,
+        epoch: Epoch,
+        kv: KVCacheManager,
+        slots: SlotTable,
+        waiting: WaitingQueue,
+    ) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.kv = kv
+        self.slots = slots
+        self.waiting = waiting
+        self.window: deque[StepInFlight] = deque()
+        self.num_steps = 0
+        self.prefilling: list[Sequence] = []
+        """Admitted, with known tokens still to be planned; in the order of admission."""
+        self.released: list[int] = []
+        """Slots that were freed since the last step."""
+        self.finished: list[Sequence] = []
+        """Left for good since the last step."""
+        self.preempted: list[Sequence] = []
+        self.num_draining_preemptions = 0
+        self._decode_slots: Slots = np.empty(0, np.intp)
+        self._joining: list[int] = []
+        self._decode_changed = False
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot, those on their way out included."""
+        return self.slots.num_slots - self.slots.num_free
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.slot is not None and self.slots.sequences[sequence.slot] is sequence
+
+    def decode_slots(self) -> Slots:
+        """[d] slots to decode in this step, in the order in which they began to. A new array after each change."""
+        if self._decode_changed:
+            kept = self._decode_slots[self.slots.decoding[self._decode_slots]]
+            joining = [slot for slot in self._joining if self.slots.decoding[slot]]
+            self._decode_slots = np.concatenate([kept, np.array(joining, np.intp)])
+            self._joining = []
+            self._decode_changed = False
+        return self._decode_slots
+
+    def start_decoding(self, slot: int) -> None:
+        self.slots.decoding[slot] = True
+        self._joining.append(slot)
+        self._decode_changed = True
+
+    def stop_decoding(self, slots: Slots | int) -> None:
+        self.slots.decoding[slots] = False
+        self._decode_changed = True
+
+    def request_exit(self, sequence: Sequence, exit: Exit) -> None:
+        """Let a running sequence go: at once if no step names it, else in the settle of the last one that does.
+
+        Finish and abort are final and win over a preemption that still drains.
+        """
+        slot = sequence.slot
+        assert slot is not None, f"{sequence} does not run"
+        if sequence.exit in (Exit.FINISH, Exit.ABORT):
+            return
+        self.num_draining_preemptions += (exit is Exit.PREEMPT) - (sequence.exit is Exit.PREEMPT)
+        sequence.exit = exit
+        self.slots.leaving[slot] = True
+        self.slots.ended[slot] = exit is not Exit.PREEMPT
+        self.stop_decoding(slot)
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)
+        if self.slots.inflight[slot] == 0:
+            self.drained(sequence)
+
+    def drained(self, sequence: Sequence) -> None:
+        """Take back the blocks and the slot of a leaving sequence that is in no step any more."""
+        self.kv.release(sequence)
+        self.released.append(self.slots.leave(sequence))
+        if sequence.exit is Exit.PREEMPT:
+            sequence.exit = None
+            sequence.num_preemptions += 1
+            self.num_draining_preemptions -= 1
+            self.preempted.append(sequence)
+            if not sequence.resting:
+                self.waiting.push(sequence)
+        else:
+            self.finished.append(sequence)
+
+    def evacuate(self) -> None:
+        """The epoch is over: every sequence that has not ended waits again, with the tokens that were settled."""
+        self.window.clear()
+        self.slots.inflight[:] = 0
+        for sequence in self.slots.occupied():
+            self.request_exit(sequence, Exit.PREEMPT) if sequence.exit is None else self.drained(sequence)
+
+    def going(self) -> list[Sequence]:
+        """Sequences whose blocks come back without anybody's doing: they leave, or their last token is in flight."""
+        slots = self.slots
+        going = slots.leaving | ((slots.num_computed + 1 >= slots.limit) & (slots.limit > 0))
+        sequences: list[Sequence] = slots.sequences[going].tolist()
+        return sequences
+
+    def check(self) -> None:
+        """Assert that slots, blocks and window agree; for tests and idle moments."""
+        self.kv.pool.check()
+        sequences = self.slots.occupied()
+        held: dict[int, int] = {}
+        for sequence in sequences:
+            for block in sequence.blocks:
+                held[block.id] = held.get(block.id, 0) + 1
+                assert block.ref >= held[block.id]
+        assert sum(held.values()) == self.kv.pool.num_references, "a block is held by nobody's table"
+        inflight = np.zeros_like(self.slots.inflight)
+        for step in self.window:
+            inflight[step.rows] += 1
+        assert (inflight == self.slots.inflight).all(), "a slot's counter and the window disagree"

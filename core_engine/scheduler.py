@@ -1,0 +1,294 @@
+"""plan(): which tokens each step computes. Pure bookkeeping; it sees neither tokens' values nor sockets.
+
+There are no phases: ``num_computed`` chases ``num_tokens`` of each sequence under one token budget. Sequences that lack
+one token go first (decode never starves behind prefill), then prompts that are partly computed, then waiting ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from core_engine.admission import Admission
+from core_engine.metrics import EngineMetrics
+from core_engine.queues import WaitingQueue
+from core_engine.replica import Replica, StepInFlight
+from core_engine.request import Exit, Sequence
+from core_engine.slot_table import Slots
+from core_engine.step_record import RowRecord, StepRecord
+from shared.messages import Int32, SlotInit, Step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_tokens: int
+    max_num_partial_prefills: int = 1
+    enable_chunked_prefill: bool = True
+    max_model_len: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    """A step while it is planned."""
+
+    prefills: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    """Sequence, tokens to compute."""
+    admitted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
+    """Sequence, tokens of it that the prefix cache holds."""
+    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Slot, block."""
+    granted: set[int] = dataclasses.field(default_factory=set)
+    """Slots that got a block to decode into: no longer to be preempted in this step."""
+    stalled: list[int] = dataclasses.field(default_factory=list)
+    """Slots that wait for blocks which leaving sequences will give back."""
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Plans the steps of every replica; ``waiting`` is common to them."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        waiting: WaitingQueue,
+        admission: Admission,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        metrics: EngineMetrics,
+        recorder: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.waiting = waiting
+        self.admission = admission
+        self._clock = clock
+        self._metrics = metrics
+        self._recorder = recorder
+
+    def plan(self, replica: Replica) -> Step | None:
+        """The next step of ``replica``, entered in its window as if each row will deliver; None: nothing to compute."""
+        draft = _Draft()
+        decode = self._plan_decodes(replica, draft)
+        budget = min(self.config.max_num_batched_tokens - len(decode), self.config.max_prefill_tokens)
+        budget = self._plan_prefills(replica, draft, budget)
+        if self.waiting and not draft.num_preempted and not replica.num_draining_preemptions:
+            self._admit(replica, draft, budget)
+        if not draft.prefills and not len(decode):
+            return None
+        self.admission.stepped()
+        return self._commit(replica, draft, decode)
+
+    # -- running sequences that lack one token ---------------------------------------------------------------------
+
+    def _plan_decodes(self, replica: Replica, draft: _Draft) -> Slots:
+        decode = replica.decode_slots()[: self.config.max_num_batched_tokens]
+        slots = replica.slots
+        full = decode[slots.num_computed[decode] >= slots.capacity[decode]]
+        if not len(full):
+            return decode
+        needy = [slots.sequence_at(slot) for slot in full.tolist()]
+        if len(needy) > replica.kv.pool.num_free:
+            needy.sort(key=_rank)
+        for sequence in needy:
+            self._grow(replica, draft, sequence)
+        if draft.stalled or draft.num_preempted:
+            staying = slots.decoding[decode]
+            staying[np.isin(decode, draft.stalled)] = False
+            decode = decode[staying]
+        return decode
+
+    def _grow(self, replica: Replica, draft: _Draft, sequence: Sequence) -> None:
+        """Give a running sequence its next block, or leave it out of this step."""
+        slot = sequence.slot
+        if slot is None or sequence.exit is not None:
+            return
+        if replica.kv.pool.num_free == 0 and not self._make_room(replica, draft, sequence):
+            if sequence.exit is None and sequence.slot is not None:
+                draft.stalled.append(slot)
+            return
+        block = replica.kv.append(sequence)
+        replica.slots.capacity[slot] += replica.kv.block_size
+        draft.blocks.append((slot, block.id))
+        draft.granted.add(slot)
+
+    def _make_room(self, replica: Replica, draft: _Draft, sequence: Sequence) -> bool:
+        """Preempt until a block is free or promised. Returns whether one is free now."""
+        while replica.kv.pool.num_free == 0:
+            if replica.kv.promised(replica.going()) > len(draft.stalled):
+                return False
+            victim = self._victim(replica, draft)
+            if victim is None:
+                return False
+            draft.num_preempted += 1
+            self.admission.preempted()
+            self._metrics.preemptions.inc()
+            replica.request_exit(victim, Exit.PREEMPT)
+            if victim is sequence:
+                return False
+        return True
+
+    def _victim(self, replica: Replica, draft: _Draft) -> Sequence | None:
+        """The newest of the lowest priority among those that could go on."""
+        going = set(replica.going())
+        candidates = [s for s in replica.slots.occupied() if s not in going and s.slot not in draft.granted]
+        return max(candidates, key=_rank, default=None)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def _plan_prefills(self, replica: Replica, draft: _Draft, budget: int) -> int:
+        """Go on with prompts that are partly computed. Returns the tokens left."""
+        share = self._share(replica, budget)
+        for sequence in replica.prefilling:
+            count = min(self._missing(replica, sequence), share, budget)
+            if count > 0:
+                draft.prefills.append((sequence, count))
+                budget -= count
+        return budget
+
+    def _admit(self, replica: Replica, draft: _Draft, budget: int) -> None:
+        """Let waiting sequences in, in order, until the first that finds no slot, blocks or tokens."""
+        config, slots = self.config, replica.slots
+        partial = sum(count < self._missing(replica, sequence) for sequence, count in draft.prefills)
+        partial += len(replica.prefilling) - len(draft.prefills)
+        num_active = int(slots.decoding.sum()) + len(replica.prefilling)
+        share = self._share(replica, budget)
+        while self.waiting and budget > 0 and num_active < config.max_num_seqs and slots.num_free:
+            sequence = self.waiting.first()
+            may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
+            reserve = self.admission.reserve(replica, sequence)
+            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=None if may_be_cut else budget)
+            if num_cached is None:
+                return
+            self._place(replica, draft, sequence, num_cached)
+            missing = len(sequence.tokens) - num_cached
+            count = min(missing, max(share, 1), budget) if may_be_cut else missing
+            draft.prefills.append((sequence, count))
+            partial += count < missing
+            budget -= count
+            num_active += 1
+
+    def _place(self, replica: Replica, draft: _Draft, sequence: Sequence, num_cached: int) -> None:
+        self.waiting.remove(sequence)
+        slot = replica.slots.enter(sequence, num_cached, len(sequence.blocks) * replica.kv.block_size)
+        replica.prefilling.append(sequence)
+        draft.admitted.append((sequence, num_cached))
+        draft.blocks += [(slot, block.id) for block in sequence.blocks]
+        if sequence.scheduled_at is None:
+            sequence.scheduled_at = self._clock()
+            sequence.cached_tokens = min(num_cached, sequence.prompt_len)
+            self._metrics.scheduled(sequence)
+
+    def _share(self, replica: Replica, budget: int) -> int:
+        """Tokens of a step that one of several prompts may take, so that a short one passes a long one."""
+        prompts = min(self.config.max_num_partial_prefills, len(replica.prefilling) + len(self.waiting))
+        return max(budget // max(prompts, 1), min(budget, 1))
+
+    def _missing(self, replica: Replica, sequence: Sequence) -> int:
+        return len(sequence.tokens) - int(replica.slots.num_computed[sequence.slot])
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _commit(self, replica: Replica, draft: _Draft, decode: Slots) -> Step:
+        """Advance the numbers as if every row will deliver its token, and write the step down."""
+        slots = replica.slots
+        replica.num_steps += 1
+        slots.num_computed[decode] += 1
+        exhausted = decode[slots.num_computed[decode] + 1 >= slots.limit[decode]]
+        if len(exhausted):
+            replica.stop_decoding(exhausted)
+        prefill, complete = self._commit_prefills(replica, draft)
+        rows = np.concatenate([prefill[:, 0], decode]) if len(prefill) else decode
+        sample = np.empty((len(complete) + len(decode), 2), np.int32)
+        sample[: len(complete), 0] = complete
+        sample[len(complete) :, 0] = np.arange(len(prefill), len(rows))
+        sample[:, 1] = rows[sample[:, 0]]
+        slots.inflight[rows] += 1
+        step = Step(
+            epoch=replica.epoch,
+            number=replica.num_steps,
+            new=[_slot_init(sequence, num_cached) for sequence, num_cached in draft.admitted],
+            new_tokens=_joined([sequence.tokens for sequence, _ in draft.admitted]),
+            prefill=prefill.astype(np.int32),
+            decode=decode.astype(np.int32),
+            sample=sample,
+            blocks=np.array(draft.blocks, np.int32).reshape(-1, 2),
+            released=np.array(replica.released, np.int32),
+            copies=np.empty((0, 2), np.int32),
+        )
+        num_tokens = int(prefill[:, 2].sum()) + len(decode)
+        prefills = [(s, int(start + count)) for (s, count), start in zip(draft.prefills, prefill[:, 1], strict=True)]
+        replica.window.append(
+            StepInFlight(step.number, rows, sample[:, 1].astype(np.intp), prefills, num_tokens, self._clock())
+        )
+        if self._recorder is not None:
+            self._recorder(_record(replica, draft, decode))
+        replica.released, replica.finished, replica.preempted = [], [], []
+        return step
+
+    def _commit_prefills(self, replica: Replica, draft: _Draft) -> tuple[Slots, list[int]]:
+        """([p, 3] slot, start, count; indices of the rows that complete their sequence)."""
+        prefill = np.empty((len(draft.prefills), 3), np.intp)
+        complete: list[int] = []
+        slots = replica.slots
+        for index, (sequence, count) in enumerate(draft.prefills):
+            slot = sequence.slot
+            assert slot is not None
+            prefill[index] = slot, slots.num_computed[slot], count
+            slots.num_computed[slot] += count
+            if slots.num_computed[slot] == slots.num_tokens[slot]:
+                complete.append(index)
+                replica.prefilling.remove(sequence)
+                if slots.num_tokens[slot] + 1 < slots.limit[slot]:
+                    replica.start_decoding(slot)
+        return prefill, complete
+
+
+def _slot_init(sequence: Sequence, num_cached: int) -> SlotInit:
+    request = sequence.request
+    assert sequence.slot is not None
+    return SlotInit(
+        slot=sequence.slot,
+        rid=request.rid,
+        choice=sequence.choice,
+        num_tokens=len(sequence.tokens),
+        prompt_len=sequence.prompt_len,
+        start=num_cached,
+        limit=sequence.limit,
+        params=request.params,
+        eos_ids=list(request.eos_ids),
+    )
+
+
+def _record(replica: Replica, draft: _Draft, decode: Slots) -> StepRecord:
+    prefills = [(sequence, count, True) for sequence, count in draft.prefills]
+    decodes = [(replica.slots.sequence_at(slot), 1, False) for slot in decode.tolist()]
+    rows = [
+        RowRecord(s.request.rid, s.choice, count, is_prefill, [block.id for block in s.blocks])
+        for s, count, is_prefill in prefills + decodes
+    ]
+    return StepRecord(
+        replica=replica.name,
+        epoch=replica.epoch.counter,
+        step=replica.num_steps,
+        rows=rows,
+        finished=[sequence.request.rid for sequence in replica.finished],
+        preempted=[sequence.request.rid for sequence in replica.preempted],
+        num_tokens=sum(row.num_tokens for row in rows),
+        num_prefills=len(prefills),
+        num_decodes=len(decodes),
+    )
+
+
+def _rank(sequence: Sequence) -> tuple[int, tuple[int, int]]:
+    """Orders running sequences: the last one is the first to be preempted."""
+    return sequence.request.priority, sequence.arrival
+
+
+def _joined(arrays: list[Int32]) -> Int32:
+    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)

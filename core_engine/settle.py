@@ -1,0 +1,103 @@
+"""settle(): the only place that changes outputs. Appends tokens, sees ends, commits and releases blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from core_engine.replica import Replica, StepInFlight
+from core_engine.request import Exit, Sequence
+from core_engine.slot_table import Slots
+from shared.errors import ProtocolError
+from shared.messages import Int32, StepResult
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step added: one token for each of some sequences, and which of them it ended."""
+
+    sequences: list[Sequence]
+    """[k]"""
+    tokens: Int32
+    """[k]"""
+    starts: Slots
+    """[k] number of generated tokens before it."""
+    finished: list[Sequence]
+    """Their ``finish_reason`` and ``stop_reason`` are set."""
+
+
+class StopTable:
+    """Which ids may end any live sequence: one array look-up finds the few rows worth a closer look."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._holders = np.zeros(vocab_size, np.int32)
+        self.may_stop = np.zeros(vocab_size, np.bool_)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.may_stop)
+
+    def add(self, stop_ids: frozenset[int]) -> None:
+        self._count(stop_ids, 1)
+
+    def remove(self, stop_ids: frozenset[int]) -> None:
+        self._count(stop_ids, -1)
+
+    def _count(self, stop_ids: frozenset[int], change: int) -> None:
+        ids = [token for token in stop_ids if token < self.vocab_size]
+        self._holders[ids] += change
+        self.may_stop[ids] = self._holders[ids] > 0
+
+
+def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: StopTable) -> Settled:
+    """Apply the result of ``step``, the oldest one of the window.
+
+    Tokens for sequences that have ended meanwhile are dropped (the overrun row of a stop token).
+
+    Raises:
+        ProtocolError: not the result of ``step``, or an id outside the vocabulary; the epoch is over.
+    """
+    _check(step, result, stops)
+    slots, kv = replica.slots, replica.kv
+    slots.inflight[step.rows] -= 1
+    sampled, tokens = step.sampled, result.tokens
+    wanted = ~slots.ended[sampled]
+    if not wanted.all():
+        sampled, tokens = sampled[wanted], tokens[wanted]
+    before = slots.num_tokens[sampled]
+    slots.tokens[sampled, before] = tokens
+    slots.num_tokens[sampled] = before + 1
+
+    for sequence, num_settled in step.prefills:
+        if sequence.exit is not Exit.ABORT:
+            kv.commit(sequence, slots.tokens[sequence.slot], num_settled)
+    for slot in sampled[before % kv.block_size == 0].tolist():
+        kv.commit(slots.sequence_at(slot), slots.tokens[slot], int(slots.num_tokens[slot]) - 1)
+
+    settled = Settled(
+        sequences=slots.sequences[sampled].tolist(),
+        tokens=tokens,
+        starts=before - slots.prompt_len[sampled],
+        finished=[],
+    )
+    ending = stops.may_stop[tokens] | (before + 1 >= slots.limit[sampled])
+    for row in np.flatnonzero(ending).tolist():
+        sequence = settled.sequences[row]
+        end = sequence.end_of(int(tokens[row]), int(before[row]) + 1)
+        if end is not None:
+            sequence.finish_reason, sequence.stop_reason = end
+            settled.finished.append(sequence)
+            replica.request_exit(sequence, Exit.FINISH)
+    for slot in step.rows[slots.leaving[step.rows] & (slots.inflight[step.rows] == 0)].tolist():
+        replica.drained(slots.sequence_at(slot))
+    return settled
+
+
+def _check(step: StepInFlight, result: StepResult, stops: StopTable) -> None:
+    if result.number != step.number:
+        raise ProtocolError(f"result of step {result.number} instead of step {step.number}")
+    if len(result.tokens) != len(step.sampled):
+        raise ProtocolError(f"{len(result.tokens)} tokens for {len(step.sampled)} sample rows of step {step.number}")
+    if len(result.tokens) and not 0 <= result.tokens.min() <= result.tokens.max() < stops.vocab_size:
+        raise ProtocolError(f"a token id outside the vocabulary of {stops.vocab_size} in step {step.number}")

@@ -1,0 +1,19 @@
+"""``python -m gpu_worker``"""
+
+from __future__ import annotations
+
+from gpu_worker.threads import prepare_environment
+from gpu_worker.worker import Worker
+from shared.config import WORKER, Settings
+from shared.lifecycle import install_signal_handlers, run_service
+
+
+def main(settings: Settings) -> None:
+    prepare_environment()
+    worker = Worker(settings)
+    install_signal_handlers(worker.stop)
+    worker.run()
+
+
+if __name__ == "__main__":
+    run_service(WORKER, main, "Runs a model for one engine: weights, KV cache, attention, sampling.")

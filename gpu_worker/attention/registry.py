@@ -1,0 +1,29 @@
+"""The table of attention backends."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from gpu_worker.attention.base import AttentionBackend, AttentionShape
+from shared.errors import StartupError
+
+BACKENDS = {
+    "torch_paged": "gpu_worker.attention.torch_paged:TorchPagedAttention",
+}
+DEFAULT_OF_DEVICE = {"cpu": "torch_paged"}
+
+
+def make_backend(shape: AttentionShape, device: torch.device, name: str | None = None) -> AttentionBackend:
+    """Make the backend ``name``, or the default of the device's type.
+
+    Raises:
+        StartupError: no such backend.
+    """
+    name = name or DEFAULT_OF_DEVICE.get(device.type)
+    if name not in BACKENDS:
+        raise StartupError(f"no attention backend {name!r} for {device.type}; there are {', '.join(sorted(BACKENDS))}")
+    module, _, attribute = BACKENDS[name].partition(":")
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(shape, device)
+    return backend

@@ -1,0 +1,235 @@
+"""Paged attention in plain torch operations: one path for prefill, chunks and decode.
+
+Every span becomes batched matrix products in float32 over the gathered context,
+
+    scores = q @ k.T * scale + mask        q [N, M, head_dim], k and v [N, C, head_dim]
+    output = softmax(scores) @ v           N: spans x kv heads, M: query tokens x heads of a group
+
+so that the heads that share keys are rows of one product. Decode spans of similar context form one batch; a longer
+span is cut into tiles of query tokens, each of which looks only as far as its last token.
+
+A token's output is the same bits in any batch, tile or padding, because no reduction depends on them: M is at least
+``MIN_ROWS`` (below it the matrix library takes another summation order), C is a multiple of ``LANES`` (the softmax sums
+in that many lanes), and the product with v is summed in slices of ``SLICE`` tokens, in order; masked tokens add zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from gpu_worker.attention.base import AttentionShape, Int64, Spans
+
+LANES = 16
+MIN_ROWS = 8
+SLICE = 256
+TILE = 128
+"""Query tokens of a tile at most."""
+SCORE_BYTES = 32 * 2**20
+"""Size of one product's scores at most."""
+MASKED = float("-inf")
+
+
+@dataclasses.dataclass(slots=True)
+class Tile:
+    """Query tokens ``first`` to ``last`` of the step (relative to their group) and the context that they see."""
+
+    first: int
+    last: int
+    context: int
+    mask: torch.Tensor
+    """[N or 1, M or 1, context] float32: 0 where a query sees a token, else minus infinity."""
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """Spans whose context is gathered together: a batch of decodes, or one longer span."""
+
+    gather: torch.Tensor
+    """[2 * spans * kv_heads * blocks] rows of the cache as [blocks * 2 * kv_heads, block_size * head_dim]."""
+    num_spans: int
+    padded: int
+    """Context of the gathered tensors."""
+    rows: torch.Tensor | None
+    """[spans] token rows of a decode batch; None: the tokens ``start`` to ``start + count``."""
+    start: int
+    count: int
+    positions: torch.Tensor
+    """[spans or count] int64."""
+    tiles: dict[int | None, list[Tile]]
+    """By window."""
+
+
+@dataclasses.dataclass(slots=True)
+class Metadata:
+    write_rows: torch.Tensor
+    """[tokens * 2 * kv_heads] rows of the cache as [blocks * 2 * kv_heads * block_size, head_dim]."""
+    groups: list[Group]
+
+
+class TorchPagedAttention:
+    """See the module. One layer's cache is [blocks, 2, kv_heads, block_size, head_dim], keys first."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
+        self.shape = shape
+        self.device = device
+        self.group_size = shape.num_heads // shape.num_kv_heads
+        self.decode_rows = max(self.group_size, MIN_ROWS)
+        heads = torch.arange(2 * shape.num_kv_heads, device=device)
+        self._kv_heads = heads
+        blocks_in_lanes = max(1, LANES // shape.block_size)
+        self._block_multiple = blocks_in_lanes if shape.block_size * blocks_in_lanes % LANES == 0 else LANES
+
+    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        shape = self.shape
+        return (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+
+    # -- once a step -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, spans: Spans, block_tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> Metadata:
+        size = self.shape.block_size
+        starts = np.cumsum(spans.counts) - spans.counts
+        blocks, offsets = slot_mapping // size, slot_mapping % size
+        write_rows = ((blocks[:, None] * len(self._kv_heads) + self._kv_heads) * size + offsets[:, None]).view(-1)
+        groups = []
+        for batch in _decode_batches(spans, size):
+            rows = torch.from_numpy(starts[batch]).to(self.device)
+            groups.append(self._group(spans, batch, block_tables, positions[rows], rows, 0, len(batch)))
+        for index in np.flatnonzero(spans.counts > 1):
+            start, count = int(starts[index]), int(spans.counts[index])
+            own = positions[start : start + count]
+            groups.append(self._group(spans, np.array([index]), block_tables, own, None, start, count))
+        return Metadata(write_rows, groups)
+
+    def _group(
+        self,
+        spans: Spans,
+        batch: Int64,
+        block_tables: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+        start: int,
+        count: int,
+    ) -> Group:
+        size, multiple = self.shape.block_size, self._block_multiple
+        num_blocks = -(-int(spans.contexts[batch].max()) // size)
+        num_blocks = -(-num_blocks // multiple) * multiple
+        slots = torch.from_numpy(spans.slots[batch]).to(self.device)
+        width = block_tables.shape[1]
+        table = block_tables[slots, : min(num_blocks, width)].long()
+        if num_blocks > width:
+            table = torch.nn.functional.pad(table, (0, num_blocks - width))
+        heads = self._kv_heads.view(2, 1, -1, 1)
+        gather = (table[None, :, None, :] * len(self._kv_heads) + heads).reshape(-1)
+        return Group(gather, len(batch), num_blocks * size, rows, start, count, positions, {})
+
+    def _tiles(self, group: Group, window: int | None) -> list[Tile]:
+        """The tiles of a group, made when the first layer with this window asks."""
+        tiles = group.tiles.get(window)
+        if tiles is None:
+            tiles = self._decode_tile(group, window) if group.rows is not None else self._span_tiles(group, window)
+            group.tiles[window] = tiles
+        return tiles
+
+    def _decode_tile(self, group: Group, window: int | None) -> list[Tile]:
+        mask = self._mask(group.positions, group.padded, window)
+        mask = mask.repeat_interleave(self.shape.num_kv_heads, 0)[:, None, :]
+        return [Tile(0, group.count, group.padded, mask)]
+
+    def _span_tiles(self, group: Group, window: int | None) -> list[Tile]:
+        shape, tiles, first = self.shape, [], 0
+        row_bytes = 4 * shape.num_heads * group.padded
+        step = max(1, min(TILE, SCORE_BYTES // row_bytes))
+        end = int(group.count)
+        context_end = group.padded
+        first_position = int(group.positions[0])
+        while first < end:
+            last = min(first + step, end)
+            context = min(context_end, -(-(first_position + last) // LANES) * LANES)
+            mask = self._mask(group.positions[first:last], context, window)
+            tiles.append(Tile(first, last, context, mask.repeat_interleave(self.group_size, 0)[None]))
+            first = last
+        return tiles
+
+    def _mask(self, positions: torch.Tensor, context: int, window: int | None) -> torch.Tensor:
+        tokens = torch.arange(context, device=self.device)
+        hidden = tokens > positions[:, None]
+        if window is not None:
+            hidden |= tokens <= positions[:, None] - window
+        return torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, MASKED)
+
+    # -- once a layer ------------------------------------------------------------------------------------------------
+
+    def write(self, cache: torch.Tensor, key_value: torch.Tensor, metadata: Metadata) -> None:
+        head_dim = self.shape.head_dim
+        cache.view(-1, head_dim).index_copy_(0, metadata.write_rows, key_value.reshape(-1, head_dim))
+
+    def attend(
+        self, query: torch.Tensor, cache: torch.Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> torch.Tensor:
+        shape = self.shape
+        heads = query.view(-1, shape.num_kv_heads, self.group_size, shape.head_dim)
+        output = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        block_rows = cache.view(-1, shape.block_size * shape.head_dim)
+        for group in metadata.groups:
+            gathered = block_rows.index_select(0, group.gather).float()
+            keys, values = gathered.view(2, group.num_spans * shape.num_kv_heads, group.padded, shape.head_dim)
+            for tile in self._tiles(group, window):
+                if group.rows is not None:
+                    output[group.rows] = self._decode(heads[group.rows], keys, values, tile, scale).to(query.dtype)
+                else:
+                    first, last = group.start + tile.first, group.start + tile.last
+                    output[first:last] = self._span(heads[first:last], keys, values, tile, scale)
+        return output.view(len(query), -1)
+
+    def _decode(
+        self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
+    ) -> torch.Tensor:
+        """[spans, kv_heads, group, head_dim] of one query token each."""
+        spans, kv_heads, group, head_dim = heads.shape
+        query = heads.new_zeros((spans * kv_heads, self.decode_rows, head_dim), dtype=torch.float32)
+        query[:, :group] = heads.reshape(-1, group, head_dim)
+        output = _attend(query, keys, values, tile.mask, scale)
+        return output[:, :group].view(heads.shape)
+
+    def _span(
+        self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
+    ) -> torch.Tensor:
+        """[tokens, kv_heads, group, head_dim] of consecutive tokens of one span."""
+        tokens, kv_heads, group, head_dim = heads.shape
+        rows = tokens * group
+        query = heads.new_zeros((kv_heads, max(rows, MIN_ROWS), head_dim), dtype=torch.float32)
+        query[:, :rows] = heads.transpose(0, 1).reshape(kv_heads, rows, head_dim)
+        mask = tile.mask
+        if rows < MIN_ROWS:
+            mask = torch.nn.functional.pad(mask, (0, 0, 0, MIN_ROWS - rows))
+        output = _attend(query, keys[:, : tile.context], values[:, : tile.context], mask, scale)
+        return output[:, :rows].view(kv_heads, tokens, group, head_dim).transpose(0, 1)
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The two products: query [N, M, d], keys and values [N, C, d], mask broadcast to [N, M, C], all float32."""
+    probabilities = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale).softmax(-1)
+    context = keys.shape[1]
+    if context <= SLICE:
+        return torch.bmm(probabilities, values)
+    output = torch.bmm(probabilities[:, :, :SLICE], values[:, :SLICE])
+    for start in range(SLICE, context, SLICE):
+        output += torch.bmm(probabilities[:, :, start : start + SLICE], values[:, start : start + SLICE])
+    return output
+
+
+def _decode_batches(spans: Spans, block_size: int) -> list[Int64]:
+    """The spans of one token, grouped so that none is padded to much more than twice its context."""
+    single = np.flatnonzero(spans.counts == 1)
+    if not len(single):
+        return []
+    blocks = -(-spans.contexts[single] // block_size)
+    buckets = np.ceil(np.log2(np.maximum(blocks, 16))).astype(np.int64)
+    return [single[buckets == bucket] for bucket in np.unique(buckets)]

@@ -1,0 +1,65 @@
+"""From a worker's configuration to a runner."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_worker.attention.base import AttentionBackend, AttentionShape
+from gpu_worker.attention.registry import make_backend
+from gpu_worker.device import keep_freed_memory, select_device, select_dtype
+from gpu_worker.kv_cache import DEFAULT_CPU_BYTES, KVCache
+from gpu_worker.loading.load_model import load_model
+from gpu_worker.loading.weights import Weights
+from gpu_worker.models.base import CausalLM
+from gpu_worker.runner import ModelRunner
+from shared.messages import WorkerConfig
+from shared.model_config import ModelConfig
+
+
+def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weights, device_name: str) -> ModelRunner:
+    """Load the model and allocate the KV cache; ``weights`` are closed.
+
+    Raises:
+        StartupError: the model cannot be served as configured; the text says why.
+    """
+    device = select_device(device_name)
+    if device.type == "cpu":
+        keep_freed_memory()
+    dtype = select_dtype(config.dtype, model_config, device)
+    shape = AttentionShape(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size)
+    backend = make_backend(shape, device)
+    model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant)
+    return _assemble(config, model_config, model, backend, dtype, device)
+
+
+def with_other_cache(runner: ModelRunner, config: WorkerConfig) -> ModelRunner:
+    """The model of ``runner``, which must not be used any more, with the KV cache and the slots of ``config``.
+
+    Raises:
+        StartupError: the KV cache is too small.
+    """
+    dtype, device = runner.cache.tensor.dtype, runner.device
+    runner.cache.tensor = runner.cache.tensor[:, :0].clone()
+    return _assemble(config, runner.config, runner.model, runner.backend, dtype, device)
+
+
+def _assemble(
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    model: CausalLM,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ModelRunner:
+    size = config.kv_cache_bytes or DEFAULT_CPU_BYTES
+    cache = KVCache(model_config.num_layers, backend, dtype, device, size, config.num_blocks_override)
+    return ModelRunner(
+        model_config,
+        model,
+        backend,
+        cache,
+        block_size=config.block_size,
+        num_slots=config.num_slots,
+        max_model_len=config.max_model_len,
+        num_tokens=config.num_token_ids,
+    )

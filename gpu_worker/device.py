@@ -1,0 +1,63 @@
+"""Which device and which dtype a worker computes with."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from gpu_worker.attention.registry import DEFAULT_OF_DEVICE
+from shared.errors import StartupError
+from shared.model_config import ModelConfig
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_LIMIT = 32 * 2**20
+
+
+def select_device(name: str) -> torch.device:
+    """``auto``, ``cpu`` or ``cuda`` as a device; auto takes a GPU where there is one and a backend for it.
+
+    Raises:
+        StartupError: the device is not there, or has no attention backend.
+    """
+    if name == "auto":
+        name = "cuda" if "cuda" in DEFAULT_OF_DEVICE and torch.cuda.is_available() else "cpu"
+    if name not in DEFAULT_OF_DEVICE:
+        raise StartupError(f"--device {name} is not supported; there are {', '.join(sorted(DEFAULT_OF_DEVICE))}")
+    return torch.device(name)
+
+
+def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of weights and KV cache for ``--dtype``.
+
+    A CPU computes float16 hundreds of times slower than bfloat16, so that it gets bfloat16 where float16 is asked for.
+
+    Raises:
+        StartupError: an unknown name.
+    """
+    if name == "auto":
+        name = config.checkpoint_dtype if config.checkpoint_dtype in ("bfloat16", "float16") else "float32"
+    known = {
+        "float32": torch.float32,
+        "float": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "half": torch.float16,
+    }
+    if name not in known:
+        raise StartupError(f"--dtype {name} is not supported; there are auto, {', '.join(known)}")
+    dtype = known[name]
+    return torch.bfloat16 if device.type == "cpu" and dtype == torch.float16 else dtype
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory of activations instead of returning it to the system.
+
+    Each step allocates the same megabytes again; fresh pages would have to be zeroed each time.
+    """
+    if sys.platform.startswith("linux"):
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        if mallopt is not None:
+            mallopt(_M_MMAP_THRESHOLD, _MMAP_LIMIT)
+            mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,0 +1,1 @@
+"""Weights: where they come from, and how they become a model."""

@@ -1,0 +1,23 @@
+"""Which source of weights a model has. Imports no torch."""
+
+from __future__ import annotations
+
+from gpu_worker.loading.dummy_weights import DummyWeights
+from gpu_worker.loading.gguf_weights import GgufWeights
+from gpu_worker.loading.safetensors_weights import SafetensorsWeights
+from gpu_worker.loading.weights import Weights
+from shared.model_config import ModelConfig
+from shared.model_source import ModelSource
+
+
+def open_weights(source: ModelSource, config: ModelConfig, load_format: str, seed: int) -> Weights:
+    """Open the weights of ``source``; a GGUF file begins to be read at once.
+
+    Raises:
+        StartupError: a file is missing or cannot be read.
+    """
+    if load_format == "dummy":
+        return DummyWeights(seed)
+    if source.kind == "gguf":
+        return GgufWeights(source.path, config.head_dim)
+    return SafetensorsWeights(source.path)

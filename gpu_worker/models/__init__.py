@@ -1,0 +1,1 @@
+"""Model architectures: one file and one line in ``registry`` for each."""

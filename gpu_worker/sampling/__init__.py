@@ -1,0 +1,1 @@
+"""From logits to tokens: an ordered pipeline of small components, one file for each."""

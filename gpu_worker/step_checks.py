@@ -1,0 +1,80 @@
+"""Every index of a Step is checked before it is used: a bad one must end the epoch, not read other requests' memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu_worker.request_state import RequestState
+from shared.messages import Int32, Step
+
+
+class StepError(Exception):
+    """A Step that cannot be run; the text names what is wrong in it."""
+
+
+def check_step(step: Step, state: RequestState, num_blocks: int, vocab_size: int) -> None:
+    """Check the slots, blocks, ids and rows of ``step`` against the state before it.
+
+    Raises:
+        StepError: names the first bad index.
+    """
+    _check_range("released slot", step.released, 0, state.num_slots)
+    active = state.active.copy()
+    active[step.released] = False
+    lengths = state.host_tokens.copy()
+    _check_new(step, state, vocab_size, active, lengths)
+    _check_range("slot of a block", step.blocks[:, 0], 0, state.num_slots)
+    _check_range("block", step.blocks[:, 1], 0, num_blocks)
+    _check_range("copied block", step.copies, 0, num_blocks)
+    for name, slots in (("prefill", step.prefill[:, 0]), ("decode", step.decode), ("sample", step.sample[:, 1])):
+        _check_range(f"slot of a {name} row", slots, 0, state.num_slots)
+        _require(active[slots], slots, f"the slot of a {name} row holds no request")
+    starts, counts = step.prefill[:, 1].astype(np.int64), step.prefill[:, 2].astype(np.int64)
+    known = lengths[step.prefill[:, 0]]
+    fits = (starts >= 0) & (counts > 0) & (starts + counts <= known)
+    _require(fits, step.prefill[:, 0], "a prefill row is not within the known tokens of its slot")
+    _check_range("forward row of a sample", step.sample[:, 0], 0, len(step.prefill) + len(step.decode))
+    if len(np.unique(step.sample[:, 1])) != len(step.sample):
+        raise StepError("a slot takes two tokens in one step")
+    _require(lengths[step.decode] > 0, step.decode, "a decode row's slot holds no token")
+
+
+def _check_new(
+    step: Step, state: RequestState, vocab_size: int, active: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]
+) -> None:
+    """Check the new requests and enter them into ``active`` and ``lengths``."""
+    total = 0
+    for request in step.new:
+        where = f"new request {request.rid!r}"
+        if not 0 <= request.slot < state.num_slots:
+            raise StepError(f"{where}: slot {request.slot} is not in 0..{state.num_slots - 1}")
+        if active[request.slot]:
+            raise StepError(f"{where}: slot {request.slot} holds another request")
+        if not 0 < request.num_tokens <= request.limit <= state.max_model_len:
+            raise StepError(
+                f"{where}: num_tokens {request.num_tokens} and limit {request.limit} are not in order below "
+                f"max_model_len {state.max_model_len}"
+            )
+        if not 0 <= request.prompt_len <= request.num_tokens:
+            raise StepError(f"{where}: prompt_len {request.prompt_len} exceeds num_tokens {request.num_tokens}")
+        ends = (*request.params.stop_token_ids, *request.eos_ids)
+        if any(not 0 <= token < vocab_size for token in ends):
+            raise StepError(f"{where}: a stop or end id is not in 0..{vocab_size - 1}")
+        active[request.slot] = True
+        lengths[request.slot] = request.num_tokens
+        total += request.num_tokens
+    if total != len(step.new_tokens):
+        raise StepError(f"the new requests have {total} tokens, but {len(step.new_tokens)} ids came")
+    _check_range("token id", step.new_tokens, 0, vocab_size)
+
+
+def _check_range(what: str, values: Int32, low: int, high: int) -> None:
+    if values.size and (int(values.min()) < low or int(values.max()) >= high):
+        bad = values[(values < low) | (values >= high)].flat[0]
+        raise StepError(f"{what} {bad} is not in {low}..{high - 1}")
+
+
+def _require(good: npt.NDArray[np.bool_], slots: Int32, text: str) -> None:
+    if not good.all():
+        raise StepError(f"{text}: slot {slots[~good][0]}")

@@ -1,0 +1,235 @@
+"""The worker process: takes steps from one engine, runs them, and sends their results.
+
+The main thread owns the steps link: it receives, launches, and never waits for a result. A second thread owns the
+results link. A third one loads the model, so that both links stay alive meanwhile. Imports no torch, so that the engine
+hears of this worker at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from gpu_worker.model_loading import ModelLoading
+from gpu_worker.result_sender import Beats, ResultSender
+from gpu_worker.threads import ThreadGovernor, usable_cores
+from shared.config import WORKER, Settings
+from shared.errors import ProtocolError, StartupError
+from shared.lifecycle import Heartbeat
+from shared.logging import get_logger
+from shared.messages import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
+    Epoch,
+    Hello,
+    Init,
+    Message,
+    Ready,
+    Step,
+    WorkerConfig,
+    WorkerFailed,
+)
+from shared.transport import Connector, Poller, load_curve_keys, new_boot
+
+if TYPE_CHECKING:
+    from gpu_worker.runner import ModelRunner
+
+log = get_logger()
+
+SWITCH_INTERVAL_S = 1e-4
+"""Python's default of 5 ms can hold up a launch while the results thread runs."""
+LOADING_POLL_S = 0.02
+LAST_WORDS_S = 1.0
+"""How long a worker that can never be ready repeats why, before it ends."""
+
+
+class Worker:
+    """One worker of one engine; ``run`` returns when ``stop`` was called."""
+
+    def __init__(self, settings: Settings) -> None:
+        if settings.worker_endpoint is None:
+            raise StartupError("--worker-endpoint is missing: where the engine listens for workers")
+        self._endpoint = settings.worker_endpoint
+        self._device, self._beat_s = settings.device, settings.beat_s
+        self._curve = load_curve_keys(settings.curve_dir) if settings.curve_dir else None
+        self._name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._boot = new_boot()
+        self._governor = ThreadGovernor(settings.threads, usable_cores())
+        self._stopping = False
+        self._epoch: Epoch | None = None
+        self._config: WorkerConfig | None = None
+        """What the current epoch asks for."""
+        self._loading: ModelLoading | None = None
+        self._runner: ModelRunner | None = None
+        self._runner_config: WorkerConfig | None = None
+        """What ``_runner`` was made for."""
+        self._fatal: str | None = None
+        self._next_step = 1
+        self._failed = False
+        self._link = self._connect("steps")
+        self._results = ResultSender(lambda: self._connect("results"), self._hello, self._beat_s)
+
+    def stop(self) -> None:
+        """End ``run``; may be called from a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until stopped.
+
+        Raises:
+            StartupError: the model can never be ready; the engine was told.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        poller, beats, heartbeat = Poller(), Beats(self._link, self._hello, self._beat_s), Heartbeat()
+        poller.register(self._link)
+        self._results.start()
+        try:
+            while not self._stopping:
+                poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
+                while not self._stopping and (received := self._link.receive()) is not None:
+                    self._handle(received.message)
+                    beats.beat()
+                self._finish_loading()
+                self._follow_load()
+                beats.beat()
+                heartbeat.beat()
+                if self._fatal is not None:
+                    self._say_last_words(self._fatal)
+        finally:
+            self._results.stop()
+            self._link.close()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Step):
+            self._on_step(message)
+        elif isinstance(message, Init):
+            self._on_init(message)
+        elif isinstance(message, Hello) and message.refusal:
+            log.error("the engine refuses this worker", reason=message.refusal)
+
+    def _on_step(self, step: Step) -> None:
+        """Launch a step of this epoch; whatever goes wrong ends the epoch."""
+        if step.epoch != self._epoch or self._failed:
+            return
+        if self._runner is None or self._loading is not None:
+            self._fail(step.number, "a step came before Ready")
+        elif step.number != self._next_step:
+            self._fail(step.number, f"step {step.number} came where step {self._next_step} was due")
+        else:
+            self._next_step += 1
+            try:
+                launched = self._runner.launch(step)
+            except Exception as error:
+                log.exception("a step failed", step=step.number, epoch=step.epoch.counter)
+                self._fail(step.number, f"{type(error).__name__}: {error}")
+            else:
+                self._results.put((step.epoch, launched))
+
+    def _on_init(self, init: Init) -> None:
+        """Begin a new epoch with empty slots; the same one again is only answered again."""
+        if init.epoch == self._epoch:
+            self._send_ready()
+            return
+        if self._epoch is not None and init.epoch.boot == self._epoch.boot and init.epoch < self._epoch:
+            return
+        log.info("a new epoch", epoch=init.epoch.counter)
+        self._epoch, self._config = init.epoch, init.config
+        self._next_step, self._failed = 1, False
+        self._results.begin(init.epoch)
+        if self._loading is None:
+            self._provide_runner(init.config)
+
+    def _on_malformed(self, _peer: str, error: ProtocolError) -> None:
+        self._fail(self._next_step, f"a malformed frame came: {error}")
+
+    # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _provide_runner(self, config: WorkerConfig) -> None:
+        """Empty the runner if it was made for this configuration; begin to load one otherwise."""
+        if self._runner is not None and config == self._runner_config:
+            self._runner.reset()
+            self._send_ready()
+            return
+        previous, self._runner = self._runner, None
+        self._loading = ModelLoading(config, self._device, previous, self._runner_config)
+
+    def _finish_loading(self) -> None:
+        loading = self._loading
+        if loading is None or not loading.finished:
+            return
+        self._loading = None
+        if loading.runner is None:
+            self._fatal = loading.error or "loading the model failed"
+            self._send_ready()
+            return
+        self._runner, self._runner_config = loading.runner, loading.config
+        self._use_threads()
+        gc.collect()
+        gc.freeze()
+        assert self._config is not None
+        if self._config == loading.config:
+            self._send_ready()
+        else:
+            self._provide_runner(self._config)
+
+    def _send_ready(self) -> None:
+        if self._epoch is None or self._loading is not None:
+            return
+        if self._fatal is not None:
+            self._link.send(Ready(self._epoch, 0, 0, "", "", self._fatal))
+        elif self._runner is not None:
+            cache = self._runner.cache
+            dtype = str(cache.tensor.dtype).removeprefix("torch.")
+            self._link.send(Ready(self._epoch, cache.num_blocks, cache.block_bytes, str(self._runner.device), dtype))
+
+    def _say_last_words(self, reason: str) -> None:
+        end = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < end and not self._stopping:
+            time.sleep(LOADING_POLL_S)
+            while (received := self._link.receive()) is not None:
+                if isinstance(received.message, Init):
+                    self._epoch = received.message.epoch
+                    self._send_ready()
+        raise StartupError(reason)
+
+    def _follow_load(self) -> None:
+        if self._runner is not None and self._governor.update():
+            self._use_threads()
+
+    def _use_threads(self) -> None:
+        import torch
+
+        if torch.get_num_threads() != self._governor.threads:
+            torch.set_num_threads(self._governor.threads)
+            log.info("CPU threads", threads=self._governor.threads, busy_elsewhere=round(self._governor.others, 2))
+
+    # -- links -------------------------------------------------------------------------------------------------------
+
+    def _connect(self, link: str) -> Connector:
+        return Connector(
+            self._endpoint,
+            identity=f"{self._name}/{link}",
+            boot=self._boot,
+            curve=self._curve,
+            on_malformed=self._on_malformed if link == "steps" else None,
+        )
+
+    def _hello(self) -> Hello:
+        ready = self._runner is not None and self._loading is None
+        loading = self._loading
+        status = "" if ready else loading.status if loading is not None else "waiting for the engine's Init"
+        return Hello(WORKER, self._name, OLDEST_PROTOCOL, PROTOCOL_VERSION, ready, None, self._fatal, status)
+
+    def _fail(self, number: int, reason: str) -> None:
+        """Tell the engine that this epoch is over, after the results of earlier steps; wait for a new Init."""
+        if self._epoch is None or self._failed:
+            return
+        self._failed = True
+        log.error("the epoch ends", step=number, reason=reason)
+        self._results.put(WorkerFailed(self._epoch, number, reason))

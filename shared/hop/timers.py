@@ -1,0 +1,65 @@
+"""The times of a hop, and the clock that they are measured on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Seconds of the process's own running time."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timers:
+    """All in seconds; everything follows from the beat and the lease."""
+
+    beat_s: float = 1.0
+    """A parent acknowledges all its requests once a beat, which renews their leases."""
+    lease_s: float = 20.0
+    """A child drops what nobody has renewed for this long. It is also the time in which a client may resume."""
+
+    @property
+    def silence_s(self) -> float:
+        """A request whose child says nothing for this long moves to the next child."""
+        return 5 * self.beat_s
+
+    @property
+    def orphan_s(self) -> float:
+        """A request that nobody has renewed for this long is an orphan: it rests."""
+        return 5 * self.beat_s
+
+    @property
+    def turn_s(self) -> float:
+        """Between two repetitions of Turn."""
+        return self.beat_s / 2
+
+    @property
+    def resync_s(self) -> float:
+        """Between two resync demands of one request."""
+        return self.beat_s / 4
+
+    @property
+    def retry_s(self) -> float:
+        """Before a peer that could not be sent to is tried again."""
+        return self.beat_s / 20
+
+
+class RunningClock:
+    """Running time: a process that was stopped does not count the time in which it could not act.
+
+    Otherwise a process that wakes would at once believe that everybody else had been silent, and drop every lease.
+    Any call moves the clock, by the time since the last call but at most ``largest_step_s``: call it, or whatever
+    uses it, more often than that.
+    """
+
+    __slots__ = ("_largest", "_last", "_now", "_time")
+
+    def __init__(self, time: Clock, largest_step_s: float = 0.5) -> None:
+        self._time, self._largest = time, largest_step_s
+        self._last, self._now = time(), 0.0
+
+    def __call__(self) -> float:
+        time = self._time()
+        self._now += min(time - self._last, self._largest)
+        self._last = time
+        return self._now

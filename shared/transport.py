@@ -1,0 +1,418 @@
+"""Links between processes over ZeroMQ: the only module that knows it.
+
+One socket per peer pair, one owning thread per socket. A ``Listener`` is a ROUTER that binds, a ``Connector`` a DEALER
+that connects to exactly one address. Nothing here blocks: a send that cannot go out now returns False and the caller
+sends later (a merged range, the next beat). ZeroMQ may also lose what it accepted: ``docs/protocol.md`` copes with it.
+
+Socket options, and why:
+
+- ``ROUTER_MANDATORY``: a message to an unknown peer is an error that we see, not a silent drop.
+- ``ROUTER_HANDOVER``: a peer that reconnects under its identity replaces its old, half-dead connection.
+- ``IMMEDIATE`` on connectors: nothing is queued for an address that is not connected. A restarted peer is not buried
+  under stale messages, and the sender learns at once that nobody is there.
+- ``LINGER 0`` and finite high-water marks: a dead or stopped peer costs bounded memory and never holds up an exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import zmq
+import zmq.auth.thread
+
+from shared import endpoints
+from shared.codec import MAX_MESSAGE_BYTES, decode, encode
+from shared.curve import CurveKeys, load_curve_keys, write_curve_keys
+from shared.endpoints import resolve
+from shared.errors import ProtocolError, StartupError
+from shared.messages import Message
+
+__all__ = [
+    "Connector",
+    "CurveKeys",
+    "Link",
+    "Listener",
+    "Poller",
+    "Pump",
+    "Received",
+    "load_curve_keys",
+    "make_curve_keys",
+    "new_boot",
+    "resolve",
+]
+
+HIGH_WATER_MARK = 1000
+"""Messages that a peer may leave unread before a send to it returns False."""
+RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+MAX_IDENTITY_BYTES = 255
+PUMP_BATCH = 256
+"""Messages that a pump hands on before it lets the event loop run."""
+
+OnMalformed: TypeAlias = Callable[[str, ProtocolError], None]
+
+
+def new_boot() -> int:
+    """A boot id: random, 63 bits, never 0."""
+    return secrets.randbits(63) or 1
+
+
+def make_curve_keys(folder: str | Path) -> CurveKeys:
+    """Make key pairs for the binding and the connecting sides and write them to a folder (``shared.curve``).
+
+    Raises:
+        StartupError: keys are there already.
+    """
+    return write_curve_keys(folder, zmq.curve_keypair(), zmq.curve_keypair())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Received:
+    """A message and who sent it."""
+
+    peer: str
+    """From a listener: the identity of the sender. From a connector: its endpoint."""
+    boot: int
+    message: Message
+
+
+class _Socket:
+    """What both ends share: options, counters, and the wish of a pump to hear about sends."""
+
+    endpoint: str
+    malformed: int
+    """Messages that arrived broken and were dropped."""
+
+    def __init__(self, kind: int, boot: int, on_malformed: OnMalformed | None, heartbeat_s: float | None) -> None:
+        self.boot = boot
+        self.malformed = 0
+        self.on_sent: Callable[[], None] | None = None
+        self._on_malformed = on_malformed
+        self._socket = _context().socket(kind)
+        options = {
+            zmq.LINGER: 0,
+            zmq.SNDHWM: HIGH_WATER_MARK,
+            zmq.RCVHWM: HIGH_WATER_MARK,
+            zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
+            zmq.RECONNECT_IVL: RECONNECT_MS,
+            zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
+            zmq.TCP_KEEPALIVE: 1,
+            zmq.TCP_KEEPALIVE_IDLE: 10,
+            zmq.TCP_KEEPALIVE_INTVL: 5,
+            zmq.TCP_KEEPALIVE_CNT: 3,
+        }
+        if heartbeat_s is not None:
+            options |= {zmq.HEARTBEAT_IVL: int(heartbeat_s * 1000), zmq.HEARTBEAT_TIMEOUT: int(heartbeat_s * 5000)}
+        for option, value in options.items():
+            self._socket.setsockopt(option, value)
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """For ``Poller`` and ``Pump``."""
+        return self._socket
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message waits. Reading it also re-arms the edge-triggered file descriptor."""
+        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
+
+    def fileno(self) -> int:
+        """The descriptor that signals *changes*; see ``Pump``."""
+        return int(self._socket.get(zmq.FD))
+
+    def _transmit(self, frames: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        finally:
+            if self.on_sent is not None:
+                self.on_sent()
+        return True
+
+    def _frames(self) -> list[bytes] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _decoded(self, peer: str, frames: list[bytes]) -> Received | None:
+        try:
+            boot, message = decode(frames)
+        except ProtocolError as error:
+            self.malformed += 1
+            if self._on_malformed is not None:
+                self._on_malformed(peer, error)
+            return None
+        return Received(peer, boot, message)
+
+    def close(self) -> None:
+        """Drop what was not sent, and close. May be called again."""
+        self.on_sent = None
+        self._socket.close(linger=0)
+
+
+class Listener(_Socket):
+    """A ROUTER: binds one endpoint and talks to any number of peers by their identities."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        boot: int,
+        curve: CurveKeys | None = None,
+        insecure: bool = False,
+        heartbeat_s: float | None = None,
+        on_malformed: OnMalformed | None = None,
+    ) -> None:
+        """Bind. ``tcp://HOST:0`` takes a free port; ``self.endpoint`` says which.
+
+        ``curve`` is used for tcp only. ``on_malformed(peer, error)`` hears of broken messages, which are dropped.
+
+        Raises:
+            StartupError: the endpoint is in use or cannot be bound, is too long, or is beyond this machine while
+                there are neither keys nor ``insecure``.
+        """
+        curve = None if endpoints.is_ipc(endpoint) else curve
+        endpoints.check_trust(endpoint, encrypted=insecure or curve is not None)
+        super().__init__(zmq.ROUTER, boot, on_malformed, heartbeat_s)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._domain: str | None = None
+        try:
+            if curve is not None:
+                self._require_curve(curve)
+            self._bind(endpoint)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def _require_curve(self, curve: CurveKeys) -> None:
+        self._socket.curve_publickey, self._socket.curve_secretkey = curve.for_server()
+        self._socket.curve_server = True
+        self._domain = _gatekeeper.admit(curve.authorized)
+        self._socket.setsockopt(zmq.ZAP_DOMAIN, self._domain.encode())
+
+    def _bind(self, endpoint: str) -> None:
+        address = endpoints.to_numeric(endpoint)
+        if endpoints.is_ipc(endpoint):
+            endpoints.clear_stale_ipc(endpoints.ipc_path(endpoint))
+        elif ":" in endpoints.parse_tcp(address).host:
+            self._socket.setsockopt(zmq.IPV6, 1)
+        before = os.umask(0o177)  # the socket file is the owner's alone from its first moment
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            cause = "is in use by another process" if error.errno == zmq.EADDRINUSE else f"cannot be bound: {error}"
+            raise StartupError(f"{endpoint} {cause}") from error
+        finally:
+            os.umask(before)
+
+    def send(self, peer: str, message: Message) -> bool:
+        """Send to the peer of that identity; False: it is not connected, or reads too slowly."""
+        return self._transmit([peer.encode("latin-1"), *encode(message, self.boot)])
+
+    def receive(self) -> Received | None:
+        """The next message; None: nothing is there. Broken ones are counted and skipped."""
+        while (frames := self._frames()) is not None:
+            received = self._decoded(frames[0].decode("latin-1"), frames[1:])
+            if received is not None:
+                return received
+        return None
+
+    def close(self) -> None:
+        super().close()
+        if self._domain is not None:
+            _gatekeeper.dismiss(self._domain)
+            self._domain = None
+
+
+class Connector(_Socket):
+    """A DEALER: connects to one endpoint, and again whenever the connection is lost."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        identity: str,
+        boot: int,
+        curve: CurveKeys | None = None,
+        insecure: bool = False,
+        heartbeat_s: float | None = None,
+        on_malformed: OnMalformed | None = None,
+    ) -> None:
+        """``identity`` names this process to the listener: role and incarnation (``gateway/3f9a…``), ASCII.
+
+        Raises:
+            StartupError: the endpoint is malformed, or is beyond this machine while there are neither keys nor
+                ``insecure``.
+            ValueError: the identity is empty, too long or not printable ASCII.
+        """
+        if not identity.isascii() or not identity.isprintable() or not 1 <= len(identity) <= MAX_IDENTITY_BYTES:
+            raise ValueError(f"identity {identity!r} is not 1 to {MAX_IDENTITY_BYTES} printable ASCII characters")
+        curve = None if endpoints.is_ipc(endpoint) else curve
+        endpoints.check_trust(endpoint, encrypted=insecure or curve is not None)
+        if endpoints.is_ipc(endpoint):
+            endpoints.ipc_path(endpoint)
+        super().__init__(zmq.DEALER, boot, on_malformed, heartbeat_s)
+        self.endpoint = endpoint
+        self._socket.setsockopt(zmq.ROUTING_ID, identity.encode())
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        try:
+            if curve is not None:
+                public, secret, server = curve.for_client()
+                self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+                self._socket.curve_serverkey = server
+            if not endpoints.is_ipc(endpoint) and ":" in endpoints.parse_tcp(endpoint).host:
+                self._socket.setsockopt(zmq.IPV6, 1)
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise StartupError(f"cannot connect to {endpoint}: {error}") from error
+        except StartupError:
+            self.close()
+            raise
+
+    def send(self, message: Message) -> bool:
+        """Send to the listener; False: there is no connection now, or it reads too slowly."""
+        return self._transmit(encode(message, self.boot))
+
+    def receive(self) -> Received | None:
+        """The next message, with the endpoint as its ``peer``; None: nothing is there."""
+        while (frames := self._frames()) is not None:
+            received = self._decoded(self.endpoint, frames)
+            if received is not None:
+                return received
+        return None
+
+
+Link: TypeAlias = Listener | Connector
+
+
+class Poller:
+    """Waits for messages on several links: for services with a loop of their own."""
+
+    def __init__(self) -> None:
+        self._poller = zmq.Poller()
+        self._links: dict[zmq.Socket[bytes], Link] = {}
+
+    def register(self, link: Link) -> None:
+        self._links[link.socket] = link
+        self._poller.register(link.socket, zmq.POLLIN)
+
+    def unregister(self, link: Link) -> None:
+        del self._links[link.socket]
+        self._poller.unregister(link.socket)
+
+    def poll(self, timeout_s: float) -> list[Link]:
+        """The links that have messages, after at most that time (0: at once)."""
+        return [self._links[socket] for socket, _ in self._poller.poll(max(0, round(timeout_s * 1000)))]
+
+
+class Pump:
+    """Hands the messages of one link to a callback on an asyncio event loop.
+
+    ZeroMQ's descriptor is edge-triggered: it signals that the socket's state *changed*, and any call on the socket,
+    a send included, may swallow that signal. So after each signal and after each send the state itself is read, until
+    nothing is left. A batch is bounded, so that a flood does not starve the loop.
+    """
+
+    def __init__(self, link: Link, on_message: Callable[[Received], None]) -> None:
+        self._link = link
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._fd = -1
+        self._scheduled = False
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Begin; ``loop`` defaults to the running one."""
+        self._loop = loop or asyncio.get_running_loop()
+        self._fd = self._link.fileno()
+        self._loop.add_reader(self._fd, self._drain)
+        self._link.on_sent = self._schedule
+        self._schedule()
+
+    def stop(self) -> None:
+        """End; call it before the link is closed. May be called again."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._fd)
+            self._link.on_sent = None
+            self._loop = None
+
+    def _schedule(self) -> None:
+        if not self._scheduled and self._loop is not None:
+            self._scheduled = True
+            self._loop.call_soon(self._drain_scheduled)
+
+    def _drain_scheduled(self) -> None:
+        self._scheduled = False
+        self._drain()
+
+    def _drain(self) -> None:
+        for _ in range(PUMP_BATCH):
+            if self._loop is None or not self._link.readable:
+                return
+            received = self._link.receive()
+            if received is None:
+                continue
+            try:
+                self._on_message(received)
+            except BaseException:
+                self._schedule()  # the loop reports the error; the messages behind it must not wait for a signal
+                raise
+        self._schedule()
+
+
+# -- this process's ZeroMQ -------------------------------------------------------------------------------------------
+
+
+def _context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The context of this process; a forked child gets a new one."""
+    return zmq.Context.instance()
+
+
+class _Authority(Protocol):
+    def callback(self, domain: str, key: bytes) -> bool: ...
+
+
+class _Gatekeeper:
+    """Lets only authorized clients through CURVE: one authenticator thread while any listener needs it.
+
+    Each listener has a ZAP domain of its own, which stands for its list of public keys.
+    """
+
+    def __init__(self) -> None:
+        self._authorized: dict[str, frozenset[bytes]] = {}
+        self._thread: zmq.auth.thread.ThreadAuthenticator | None = None
+
+    def admit(self, authorized: frozenset[bytes]) -> str:
+        """A domain in which these keys are let in."""
+        domain = secrets.token_hex(8)
+        self._authorized[domain] = authorized
+        if self._thread is None:
+            self._thread = zmq.auth.thread.ThreadAuthenticator(_context())
+            self._thread.start()
+        authority: _Authority = self
+        self._thread.configure_curve_callback(domain, authority)
+        return domain
+
+    def dismiss(self, domain: str) -> None:
+        del self._authorized[domain]
+        if not self._authorized and self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator's thread: may the client with this public key (Z85) connect?"""
+        return key in self._authorized.get(domain, frozenset())
+
+
+_gatekeeper = _Gatekeeper()

@@ -1,0 +1,137 @@
+"""``python -m api_gateway`` as its own process, on uvloop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from fake_tokenizer import FakeTokenizer, until
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """The service, its log so far, and where it answers."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.log = ""
+        self.url = ""
+
+    async def read_log(self) -> None:
+        assert self.process.stderr is not None
+        async for line in self.process.stderr:
+            self.log += line.decode()
+
+
+@pytest.fixture
+async def launch(tmp_path: Path) -> AsyncIterator[Any]:
+    started: list[Process] = []
+    readers: list[asyncio.Task[None]] = []
+
+    async def start(*flags: str) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "api_gateway", f"--tokenizer-endpoint=ipc://{tmp_path}/t", "--beat-s=0.2"),
+            *flags,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        made = Process(process)
+        started.append(made)
+        readers.append(asyncio.create_task(made.read_log()))
+        return made
+
+    yield start
+    for made in started:
+        if made.process.returncode is None:
+            made.process.kill()
+            await made.process.wait()
+    await asyncio.gather(*readers)
+
+
+@pytest.fixture
+async def tokenizer(tmp_path: Path) -> AsyncIterator[FakeTokenizer]:
+    made = FakeTokenizer(f"ipc://{tmp_path}/t", step_s=0.01)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_serves_and_drains(launch: Any, tokenizer: FakeTokenizer) -> None:
+    port = free_port()
+    served = await launch(f"--port={port}", "--served-model-name", "tiny", "--log-format=json", "--shutdown-timeout=1")
+    url = f"http://127.0.0.1:{port}"
+    await until(lambda: '"ready"' in served.log, 20)
+    said = [json.loads(line) for line in served.log.splitlines()]
+    assert [line["url"] for line in said if line["event"] == "listening"] == [url]
+    assert "curl -N" in next(line["try_it"] for line in said if line["event"] == "ready")
+    async with aiohttp.ClientSession() as http:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 30, "stream": True}
+        async with http.post(url + "/v1/chat/completions", json=body) as stream:
+            await stream.content.readline()
+            async with http.post(url + "/v1/completions", json={"prompt": "hold", "stream": True}) as stuck:
+                served.process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(5):
+                    while (answer := await http.get(url + "/ready")).status == 200:
+                        await asyncio.sleep(0.02)
+                assert (await answer.json())["status"] == "the server is shutting down"
+                assert b'"finish_reason":"length"' in await stream.read()
+                assert b'"code":503' in await stuck.read()
+    assert await asyncio.wait_for(served.process.wait(), 10) == 0
+    await until(lambda: not tokenizer.child.requests)
+
+
+async def test_a_killed_client_is_noticed(launch: Any, tokenizer: FakeTokenizer) -> None:
+    port = free_port()
+    served = await launch(f"--port={port}")
+    await until(lambda: "curl" in served.log, 20)
+    for stream in (False, True):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        data = json.dumps({"prompt": "endless", "max_tokens": 500, "stream": stream}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        await until(lambda: tokenizer.running == 1)
+        writer.transport.abort()
+        left_at = time.monotonic()
+        await until(lambda: tokenizer.running == 0)
+        assert time.monotonic() - left_at < 1
+
+
+async def test_a_second_sigterm_ends_it_at_once(launch: Any, tokenizer: FakeTokenizer) -> None:
+    port = free_port()
+    served = await launch(f"--port={port}")
+    await until(lambda: "curl" in served.log, 20)
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hold", "stream": True}),
+    ):
+        served.process.send_signal(signal.SIGTERM)
+        await until(lambda: "stopping" in served.log)
+        served.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(served.process.wait(), 5) == 128 + signal.SIGTERM
+
+
+async def test_a_port_in_use_is_said_at_once(launch: Any) -> None:
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        served = await launch(f"--port={port}")
+        assert await asyncio.wait_for(served.process.wait(), 20) not in (0, None)
+        await until(lambda: "in use" in served.log.lower())
+        assert str(port) in served.log

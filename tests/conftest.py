@@ -1,0 +1,18 @@
+"""What the tests of all packages share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import TinyModels
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """Tiny random checkpoints with a tokenizer, made when first asked for: ``tiny_models.folder("qwen3")``."""
+    return TinyModels(tmp_path_factory.mktemp("tiny_models"))

@@ -1,0 +1,249 @@
+"""A worker that computes nothing but checks everything, and an engine core driven by it without sockets.
+
+The simulated KV cache holds (token, hash of the prefix up to it) at each position. Each row of a step re-reads its
+whole prefix through the block table: a block that was given away too early, shared wrongly or cached wrongly shows as
+a wrong hash. The next token is a function of the prefix hash, so a right schedule gives the tokens of ``reference``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from core_engine.core import CoreConfig, EngineCore
+from core_engine.kv_cache_manager import slot_of
+from core_engine.replica import Replica
+from core_engine.request import Request, Sequence, stop_ids_of
+from core_engine.scheduler import SchedulerConfig
+from core_engine.step_record import StepRecord
+from shared.messages import Epoch, FinishReason, SlotInit, Step, StepResult
+from shared.sampling import SamplingParams
+
+VOCAB = 97
+EOS_IDS = (3, 34, 65)
+EMPTY = -1
+
+
+class Corrupt(AssertionError):
+    """The worker read something that is not the prefix of its sequence."""
+
+
+def extend(parent: int, token: int) -> int:
+    return (parent * 1_000_003 ^ (token + 12_345) * 2_654_435_761) & 0x3FFF_FFFF_FFFF
+
+
+def sample(prefix_hash: int, choice: int) -> int:
+    return (prefix_hash >> 7) * (2 * choice + 1) % VOCAB
+
+
+def reference(request: Request, choice: int, limit: int) -> tuple[list[int], FinishReason]:
+    """What the request gives alone, one token after another, with all the memory in the world."""
+    state = 7
+    for token in request.prompt.tolist():
+        state = extend(state, token)
+    output: list[int] = []
+    params = request.params
+    while True:
+        token = sample(state, choice)
+        output.append(token)
+        if token in request.stop_ids and len(output) >= params.min_tokens:
+            return output, FinishReason.STOP
+        if len(output) == limit - len(request.prompt):
+            return output, FinishReason.LENGTH
+        state = extend(state, token)
+
+
+@dataclasses.dataclass
+class SlotState:
+    init: SlotInit
+    tokens: list[int]
+    hashes: list[int]
+    table: list[int] = dataclasses.field(default_factory=list)
+
+
+class SimulatedWorker:
+    """Executes steps one by one against a KV cache that remembers what was written where."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+        self.block_size = block_size
+        self.kv = np.full(num_blocks * block_size, EMPTY, np.int64)
+        self.slots: dict[int, SlotState] = {}
+        self.num_slots = num_slots
+        self.number = 0
+
+    def execute(self, step: Step) -> StepResult:
+        assert step.number == self.number + 1, "a gap in the step numbers"
+        self.number = step.number
+        for slot in step.released.tolist():
+            del self.slots[slot]
+        self._open(step)
+        for slot, block in step.blocks.tolist():
+            assert block != 0, "the null block was handed out"
+            self.slots[slot].table.append(block)
+        forward = [(slot, start, count) for slot, start, count in step.prefill.tolist()]
+        forward += [(slot, len(self.slots[slot].tokens) - 1, 1) for slot in step.decode.tolist()]
+        assert len({slot for slot, _, _ in forward}) == len(forward), "a slot has two rows"
+        for slot, start, count in forward:
+            self._write(self.slots[slot], start, count)
+        tokens = [self._sample(*forward[row], slot) for row, slot in step.sample.tolist()]
+        return StepResult(step.epoch, step.number, np.array(tokens, np.int32), np.empty(0, np.int32))
+
+    def _open(self, step: Step) -> None:
+        offset = 0
+        for init in step.new:
+            assert init.slot not in self.slots, "a slot was given away before it was released"
+            assert init.slot < self.num_slots
+            tokens = step.new_tokens[offset : offset + init.num_tokens].tolist()
+            offset += init.num_tokens
+            self.slots[init.slot] = SlotState(init, tokens, _hashes(tokens))
+        assert offset == len(step.new_tokens)
+
+    def _write(self, state: SlotState, start: int, count: int) -> None:
+        end = start + count
+        assert count > 0
+        assert end <= len(state.tokens), "a row reads tokens that do not exist yet"
+        where = [slot_of(position, state.table, self.block_size) for position in range(end)]
+        for position in range(start, end):
+            self.kv[where[position]] = state.hashes[position]
+        if (self.kv[where] != state.hashes[:end]).any():
+            raise Corrupt(f"{state.init.rid}: the prefix of position {end - 1} is not intact")
+
+    def _sample(self, slot: int, start: int, count: int, target: int) -> int:
+        assert slot == target
+        state = self.slots[slot]
+        assert start + count == len(state.tokens), "a sample row does not end at the last token"
+        assert len(state.tokens) < state.init.limit, "a token at or beyond the limit"
+        token = sample(state.hashes[-1], state.init.choice)
+        state.tokens.append(token)
+        state.hashes.append(extend(state.hashes[-1], token))
+        return token
+
+
+def _hashes(tokens: list[int]) -> list[int]:
+    state, hashes = 7, []
+    for token in tokens:
+        state = extend(state, token)
+        hashes.append(state)
+    return hashes
+
+
+def make_config(**options: Any) -> CoreConfig:
+    """A small engine: blocks of 4, 8 sequences, 64 tokens a step; any field of both configurations may be given."""
+    scheduler: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 256,
+        "max_num_partial_prefills": 1,
+        "enable_chunked_prefill": True,
+    }
+    scheduler |= {name: options.pop(name) for name in list(options) if name in SchedulerConfig.__dataclass_fields__}
+    scheduler.setdefault("max_prefill_tokens", scheduler["max_num_batched_tokens"])
+    core: dict[str, Any] = {"vocab_size": VOCAB, "block_size": 4, "steps_in_flight": 2, "watermark": 0.0}
+    return CoreConfig(scheduler=SchedulerConfig(**scheduler), **(core | options))
+
+
+class Simulation:
+    """One engine core and one worker that executes each step as late as the window allows."""
+
+    def __init__(self, num_blocks: int = 64, core: type[EngineCore] = EngineCore, **options: Any) -> None:
+        self.config = make_config(**options)
+        self.num_blocks = num_blocks
+        self.now = 0.0
+        self.records: list[StepRecord] = []
+        self.steps: list[Step] = []
+        self.core = core(self.config, clock=lambda: self.now, recorder=self.records.append)
+        self.requests: list[Request] = []
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.sent: deque[Step] = deque()
+        self.num_epochs = 0
+        self.restart_worker()
+
+    @property
+    def replica(self) -> Replica:
+        return self.core.replicas[0]
+
+    def restart_worker(self) -> None:
+        if self.core.replicas:
+            self.core.end_epoch(self.replica)
+        self.sent.clear()
+        self.num_epochs += 1
+        self.worker = SimulatedWorker(self.num_blocks, self.config.block_size, self.config.num_slots)
+        assert not self.core.begin_epoch("w0", Epoch(1, self.num_epochs), self.num_blocks)
+
+    def submit(
+        self, prompt: list[int], rid: str | None = None, salt: str = "", priority: int = 0, **params: Any
+    ) -> Request:
+        sampling = SamplingParams(**({"max_tokens": 16} | params))
+        request = Request(
+            rid=rid or f"r{len(self.requests)}",
+            params=sampling,
+            prompt=np.array(prompt, np.int32),
+            order=len(self.requests),
+            arrived_at=self.now,
+            stop_ids=stop_ids_of(sampling, EOS_IDS),
+            eos_ids=EOS_IDS,
+            priority=priority,
+            cache_salt=salt,
+        )
+        self.core.submit(request, dict.fromkeys(range(sampling.n), np.empty(0, np.int32)))
+        self.requests.append(request)
+        for sequence in request.sequences:
+            self.outputs[sequence.request.rid, sequence.choice] = []
+        return request
+
+    def plan(self) -> Step | None:
+        step = self.core.plan(self.replica)
+        if step is not None:
+            self.sent.append(step)
+            self.steps.append(step)
+        return step
+
+    def settle(self) -> None:
+        settled = self.core.settle(self.replica, self.worker.execute(self.sent.popleft()))
+        for sequence, token, start in zip(settled.sequences, settled.tokens, settled.starts, strict=True):
+            output = self.outputs[sequence.request.rid, sequence.choice]
+            assert start == len(output)
+            output.append(int(token))
+
+    def tick(self) -> bool:
+        """Fill the window, then settle one step. Returns whether anything was in flight."""
+        self.now += 1.0
+        while self.plan() is not None:
+            pass
+        if self.sent:
+            self.settle()
+            return True
+        return False
+
+    def run(self, most: int = 20_000) -> None:
+        for _ in range(most):
+            if not self.tick():
+                break
+        assert not self.core.waiting, "requests wait, but nothing is planned"
+        assert not self.sent, f"not done after {most} steps"
+
+    def live(self) -> list[Sequence]:
+        return [s for request in self.requests for s in request.sequences if s.finish_reason is None]
+
+    def check_outputs(self) -> None:
+        """Finished outputs equal the reference; aborted ones are a beginning of it."""
+        for request in self.requests:
+            for sequence in request.sequences:
+                expected, reason = reference(request, sequence.choice, sequence.limit)
+                output = self.outputs[sequence.request.rid, sequence.choice]
+                if sequence.finish_reason is FinishReason.ABORT:
+                    assert output == expected[: len(output)]
+                else:
+                    assert (output, sequence.finish_reason) == (expected, reason), request.rid
+
+    def check_empty(self) -> None:
+        """Every block and slot is back."""
+        self.replica.check()
+        assert self.replica.kv.pool.num_free == self.num_blocks - 1
+        assert self.replica.slots.num_free == self.config.num_slots
+        assert self.replica.num_draining_preemptions == 0
+        assert not self.replica.prefilling
+        assert not self.core.stops.may_stop.any()

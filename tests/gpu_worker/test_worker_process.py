@@ -1,0 +1,216 @@
+"""The worker as a process of its own, with a scripted engine on the other end of real sockets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from runner_harness import make_step, reference_greedy, slot_init, worker_config
+from tiny_models import TinyModels
+
+from shared.messages import Epoch, Hello, Init, Ready, StepResult, WorkerConfig, WorkerFailed
+from shared.transport import Listener, Poller, new_boot
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [7, 30, 200, 14, 90, 11]
+M = TypeVar("M")
+
+
+class Engine:
+    """Binds the worker endpoint and plays the engine's part."""
+
+    def __init__(self, folder: Path) -> None:
+        self.link = Listener(f"ipc://{folder}/w", boot=new_boot())
+        self.boot = new_boot()
+        self.poller = Poller()
+        self.poller.register(self.link)
+        self.inbox: list[tuple[str, Any]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gpu_worker", f"--worker-endpoint={self.link.endpoint}", "--name=w",
+             "--threads=1", "--device=cpu", "--beat-s=0.2"],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def close(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.link.close()
+
+    def expect(self, kind: type[M], when: Callable[[M], bool] = lambda _: True, seconds: float = 60) -> tuple[str, M]:
+        """The next message of this kind and who sent it; others stay in the inbox."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            for index, (peer, message) in enumerate(self.inbox):
+                if isinstance(message, kind) and when(message):
+                    del self.inbox[index]
+                    return peer, message
+            self.poller.poll(0.05)
+            while (received := self.link.receive()) is not None:
+                self.inbox.append((received.peer, received.message))
+        raise AssertionError(f"no {kind.__name__} within {seconds} s; got {self.inbox}")
+
+    def begin(self, counter: int, config: WorkerConfig) -> Ready:
+        """Init until Ready."""
+        epoch = Epoch(self.boot, counter)
+        self.expect(Hello)
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            self.link.send("w/steps", Init(epoch, config))
+            try:
+                peer, ready = self.expect(Ready, lambda r: r.epoch == epoch, seconds=0.5)
+            except AssertionError:
+                continue
+            assert peer == "w/steps"
+            return ready
+        raise AssertionError("never ready")
+
+    def send(self, number: int, counter: int, **parts: Any) -> None:
+        assert self.link.send("w/steps", make_step(number, Epoch(self.boot, counter), **parts))
+
+    def start_request(self, counter: int, number: int = 1) -> None:
+        self.send(
+            number,
+            counter,
+            new=[slot_init(0, PROMPT)],
+            new_tokens=PROMPT,
+            prefill=[(0, 0, len(PROMPT))],
+            sample=[(0, 0)],
+            blocks=[(0, 1), (0, 2), (0, 3)],
+        )
+
+    def result(self, number: int, counter: int) -> list[int]:
+        peer, result = self.expect(StepResult, lambda r: r.epoch == Epoch(self.boot, counter))
+        assert peer == "w/results"
+        assert result.number == number
+        assert result.compute_s > 0
+        return [int(token) for token in result.tokens]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path)
+    yield made
+    made.close()
+
+
+def test_serves_an_epoch_with_two_steps_in_flight_and_survives_a_new_one(
+    engine: Engine, tiny_models: TinyModels
+) -> None:
+    folder = tiny_models.folder("llama")
+    config = worker_config(folder)
+    peer, hello = engine.expect(Hello)
+    assert (hello.role, hello.name, hello.ready) == ("gpu_worker", "w", False)
+    assert peer.startswith("w/")
+    ready = engine.begin(1, config)
+    assert (ready.error, ready.num_blocks, ready.device, ready.dtype) == (None, 200, "cpu", "float32")
+    assert ready.block_bytes == 2 * 3 * 2 * 16 * 16 * 4
+    engine.expect(Hello, lambda h: h.ready)
+
+    expected = reference_greedy(folder, PROMPT, 20)
+    engine.start_request(1)
+    engine.send(2, 1, decode=[0], sample=[(0, 0)])
+    output = engine.result(1, 1)
+    for number in range(3, 21):
+        engine.send(number, 1, decode=[0], sample=[(0, 0)])
+        output += engine.result(number - 1, 1)
+    output += engine.result(20, 1)
+    assert output == expected
+
+    again = engine.begin(1, config)
+    assert again.num_blocks == ready.num_blocks
+    engine.send(21, 1, decode=[0], sample=[(0, 0)])
+    assert len(engine.result(21, 1)) == 1, "the same epoch again clears nothing"
+
+    engine.begin(2, config)
+    engine.send(22, 1, decode=[0], sample=[(0, 0)])
+    engine.start_request(2)
+    assert engine.result(1, 2) == expected[:1], "a step of the old epoch is dropped, and the slot is free again"
+
+    bigger = engine.begin(3, dataclasses.replace(config, num_blocks_override=300, num_slots=20))
+    assert bigger.num_blocks == 300
+    engine.start_request(3)
+    assert engine.result(1, 3) == expected[:1]
+    assert engine.close() == 0
+
+
+def test_what_ends_an_epoch(engine: Engine, tiny_models: TinyModels) -> None:
+    config = worker_config(tiny_models.folder("llama"))
+    engine.begin(1, config)
+    engine.start_request(1)
+    engine.send(3, 1, decode=[0], sample=[(0, 0)])
+    engine.result(1, 1)
+    _, failed = engine.expect(WorkerFailed)
+    assert (failed.epoch.counter, failed.number) == (1, 3)
+    assert "step 3 came where step 2 was due" in failed.reason
+    engine.send(2, 1, decode=[0], sample=[(0, 0)])
+
+    engine.begin(2, config)
+    engine.start_request(2)
+    engine.result(1, 2)
+    engine.send(2, 2, decode=[5], sample=[(0, 5)])
+    _, failed = engine.expect(WorkerFailed)
+    assert (failed.epoch.counter, failed.number) == (2, 2)
+    assert "slot 5" in failed.reason
+
+    engine.begin(3, config)
+    engine.start_request(3)
+    engine.result(1, 3)
+    engine.link.socket.send_multipart([b"w/steps", b"not a message"])
+    _, failed = engine.expect(WorkerFailed)
+    assert (failed.epoch.counter, failed.number) == (3, 2)
+    assert "malformed" in failed.reason
+
+    engine.begin(4, config)
+    engine.start_request(4)
+    assert len(engine.result(1, 4)) == 1
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_worker(
+    engine: Engine, tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    source = tiny_models.folder("llama")
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((source / "config.json").read_bytes())
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    ready = engine.begin(1, worker_config(folder))
+    assert ready.error is not None
+    assert "model.layers.1.mlp.up_proj.weight" in ready.error
+    assert engine.process.wait(20) == 78
+
+
+def test_needs_an_endpoint() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "HEADRACE_WORKER_ENDPOINT"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "gpu_worker"],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 78
+    assert "--worker-endpoint" in done.stderr
+
+
+def test_arrays_of_results_are_int32(engine: Engine, tiny_models: TinyModels) -> None:
+    engine.begin(1, worker_config(tiny_models.folder("qwen3"), dtype="bfloat16"))
+    engine.start_request(1)
+    _, result = engine.expect(StepResult)
+    assert result.tokens.dtype == np.int32
+    assert not len(result.counts)

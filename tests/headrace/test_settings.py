@@ -1,0 +1,143 @@
+"""Settings from flags and the environment, and back to flags for the services."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.config import GATEWAY, SERVICES, Settings, parse_settings
+
+ISSUE_FLAGS = {
+    "--model": "demo",
+    "--port": 8000,
+    "--host": "127.0.0.1",
+    "--dtype": "auto",
+    "--max-model-len": None,
+    "--max-num-seqs": 256,
+    "--max-num-batched-tokens": None,
+    "--max-prefill-tokens": None,
+    "--max-num-partial-prefills": 1,
+    "--block-size": 16,
+    "--gpu-memory-utilization": 0.9,
+    "--num-gpu-blocks-override": None,
+    "--enable-prefix-caching": True,
+    "--enable-chunked-prefill": True,
+    "--watermark": 0.01,
+    "--seed": 0,
+    "--served-model-name": [],
+    "--revision": None,
+    "--tokenizers": 1,
+}
+"""The flags whose names and defaults users know from vLLM, and the launcher's own."""
+
+
+def parse(*argv: str, service: str | None = None, **environ: str) -> Settings:
+    return parse_settings(service, argv, environ=environ, positional_model=service is None)
+
+
+@pytest.mark.parametrize(("flag", "default"), ISSUE_FLAGS.items())
+def test_flag_has_its_name_and_default(flag: str, default: object) -> None:
+    assert getattr(parse(), flag[2:].replace("-", "_")) == default
+
+
+def test_model_is_positional_or_a_flag() -> None:
+    assert parse("some/model").model == parse("--model", "some/model").model == "some/model"
+
+
+@pytest.mark.parametrize(("text", "value"), [("512", 512), ("16k", 16_000), ("16K", 16_384), ("1.5k", 1_500)])
+def test_whole_numbers_take_units(text: str, value: int) -> None:
+    assert parse("--max-model-len", text).max_model_len == value
+
+
+@pytest.mark.parametrize("text", ["1.5", "x", "0", "-3", ""])
+def test_what_is_no_length_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(f"--max-model-len={text}")
+    assert exit_.value.code == 2
+    assert "--max-model-len" in capsys.readouterr().err
+
+
+def test_environment_gives_every_kind_of_value() -> None:
+    found = parse(
+        HEADRACE_MODEL="m",
+        HEADRACE_PORT="81",
+        HEADRACE_WATERMARK="0.5",
+        HEADRACE_ENABLE_PREFIX_CACHING="false",
+        HEADRACE_API_KEY="a, b",
+        HEADRACE_MAX_MODEL_LEN="2k",
+    )
+    assert found == Settings(
+        model="m", port=81, watermark=0.5, enable_prefix_caching=False, api_key=["a", "b"], max_model_len=2000
+    )
+
+
+def test_flag_wins_over_environment() -> None:
+    environ = {"HEADRACE_PORT": "81", "HEADRACE_API_KEY": "a", "HEADRACE_ENFORCE_EAGER": "1"}
+    found = parse("--port", "8000", "--api-key", "b", "c", "--no-enforce-eager", **environ)
+    assert (found.port, found.api_key, found.enforce_eager) == (8000, ["b", "c"], False)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HEADRACE_PORT", "tcp://10.0.0.1:8000"), ("HEADRACE_DTYPE", "int3"), ("HEADRACE_PORT", "70000")],
+)
+def test_bad_environment_is_named(variable: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(**{variable: value})
+    assert exit_.value.code == 2
+    assert value in capsys.readouterr().err
+
+
+def test_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse("--max-num-seq", "4")
+    assert exit_.value.code == 2
+    assert "did you mean --max-num-seqs?" in capsys.readouterr().err
+
+
+def test_a_service_refuses_a_flag_that_is_not_its_own() -> None:
+    with pytest.raises(SystemExit):
+        parse("--max-num-seqs=4", service=GATEWAY)
+
+
+@pytest.mark.parametrize(
+    "field", [f for f in dataclasses.fields(Settings) if f.metadata["choices"]], ids=lambda f: f.name
+)
+def test_choices_contain_the_default(field: dataclasses.Field[object]) -> None:
+    assert field.default in field.metadata["choices"]
+
+
+_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1)
+
+
+@given(
+    model=_TEXT,
+    names=st.lists(_TEXT),
+    length=st.none() | st.integers(1, 10**9),
+    caching=st.booleans(),
+    seqs=st.integers(1, 10**6),
+    watermark=st.floats(0, 1, exclude_max=True),
+    level=st.sampled_from(["debug", "error"]),
+)
+def test_to_argv_round_trip(
+    model: str, names: list[str], length: int | None, caching: bool, seqs: int, watermark: float, level: str
+) -> None:
+    settings = Settings(
+        model=model,
+        served_model_name=names,
+        max_model_len=length,
+        enable_prefix_caching=caching,
+        max_num_seqs=seqs,
+        watermark=watermark,
+        log_level=level,
+        listen="ipc:///x",
+    )
+    for service in SERVICES:
+        again = parse_settings(service, settings.to_argv(service), environ={})
+        for field in dataclasses.fields(Settings):
+            taken = service in field.metadata["services"]
+            expected = getattr(settings if taken else Settings(), field.name)
+            assert getattr(again, field.name) == expected

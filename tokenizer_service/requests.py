@@ -1,0 +1,147 @@
+"""What a tokenizer does for each request: the prompt's ids on the way down, text on the way up."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from shared.errors import ErrorCode, RequestError
+from shared.hop import Growth, Log, Relay, Request
+from shared.logging import get_logger
+from shared.messages import End, ErrorInfo, FinishReason, TextSpec, TokenSpec
+from tokenizer_service.detokenizer import Detokenizer
+from tokenizer_service.encoder import Encoder
+from tokenizer_service.text_stream import TextStream
+
+PROMPT_TAIL = 8
+"""Last ids of the prompt that a decoder may look at."""
+
+_INTERNAL = ErrorInfo(ErrorCode.INTERNAL, "the tokenizer failed at this request; its log says why")
+
+
+@dataclasses.dataclass(slots=True)
+class Counts:
+    """Since the process began."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    refused: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class Progress:
+    """``Request.context``: what is known of a request beyond its logs."""
+
+    encoding: asyncio.Task[None]
+    spec: TokenSpec | None = None
+    """None until the prompt is encoded."""
+    tail: list[int] = dataclasses.field(default_factory=list)
+    """The last ids of the prompt."""
+
+
+class Requests:
+    """Hears what happens to the requests of a relay (``shared.hop.RelayEvents``). Set ``relay`` before any does.
+
+    A failure inside one request ends that request with an error, and is logged with its id.
+    """
+
+    relay: Relay
+
+    def __init__(self, encoder: Encoder, detokenizer: Detokenizer, eos_ids: Sequence[int]) -> None:
+        self._encoder = encoder
+        self._detokenizer = detokenizer
+        self._eos_ids = frozenset(eos_ids)
+        self._log = get_logger()
+        self.counts = Counts()
+        self.encoding = 0
+        """Requests whose prompt is being encoded."""
+
+    def begin(self, request: Request) -> None:
+        self.counts.requests += 1
+        request.context = Progress(asyncio.get_running_loop().create_task(self._encode(request, time.monotonic())))
+
+    def replaced(self, log: Log) -> None:
+        progress: Progress | None = log.request.context
+        if progress is not None and progress.spec is not None:
+            self._open(log, progress)
+            self._write_or_fail(log, 0)
+
+    def dropped(self, request: Request) -> None:
+        progress: Progress | None = request.context
+        if progress is not None:
+            progress.encoding.cancel()
+
+    def grew(self, growths: Sequence[Growth]) -> None:
+        for log, first in growths:
+            self.counts.output_tokens += len(log.ids) - first
+            self._write_or_fail(log, first)
+
+    # -- down --------------------------------------------------------------------------------------------------------
+
+    async def _encode(self, request: Request, arrived: float) -> None:
+        spec = request.spec
+        assert isinstance(spec, TextSpec)
+        self.encoding += 1
+        try:
+            prompt = await self._encoder.prompt(spec)
+            params = self._encoder.fit(spec, len(prompt))
+            left = None if spec.deadline_s is None else spec.deadline_s - (time.monotonic() - arrived)
+            progress: Progress = request.context
+            progress.spec = TokenSpec(
+                params, prompt.tobytes(), spec.priority, spec.cache_salt, spec.resumable, left, spec.tenant
+            )
+            progress.tail = prompt[-PROMPT_TAIL:].tolist()
+            for log in request.logs:
+                self._open(log, progress)
+                self._write(log, 0)
+            self.counts.prompt_tokens += len(prompt)
+            self.relay.start(request, progress.spec)
+        except RequestError as error:
+            self.counts.refused += 1
+            self._log.info("refused", request_id=request.rid, reason=error.message)
+            self.relay.fail(request, ErrorInfo(error.code, error.message, error.param))
+        except Exception:
+            self._log.exception("cannot encode", request_id=request.rid)
+            self.relay.fail(request, _INTERNAL)
+        finally:
+            self.encoding -= 1
+        self.relay.flush()
+
+    # -- up ----------------------------------------------------------------------------------------------------------
+
+    def _open(self, log: Log, progress: Progress) -> None:
+        """Give a log a new decoder."""
+        assert progress.spec is not None
+        log.context = TextStream(self._detokenizer, progress.tail, progress.spec.params, self._eos_ids)
+        log.pieces = []
+
+    def _write_or_fail(self, log: Log, first: int) -> None:
+        try:
+            self._write(log, first)
+        except Exception:
+            self._log.exception("cannot decode", request_id=log.request.rid)
+            self.relay.fail(log.request, _INTERNAL)
+
+    def _write(self, log: Log, first: int) -> None:
+        """Make the text of the rows from ``first`` on, and end the log at a stop string."""
+        stream: TextStream = log.context
+        ids, pieces = log.ids, log.pieces
+        for offset in range(first, len(ids)):
+            pieces.append(stream.push(ids[offset]))
+            if stream.stop is not None:
+                self._end(log, offset + 1, stream.stop, "")
+                break
+        else:
+            if log.end is not None:
+                log.last_piece = stream.finish()
+                if stream.stop is not None and not log.failed:
+                    self._end(log, len(ids), stream.stop, log.last_piece)
+
+    def _end(self, log: Log, tokens: int, stop: str, last_piece: str) -> None:
+        cached = log.end.cached_tokens if log.end is not None else 0
+        end = End(FinishReason.STOP, stop_reason=stop, cached_tokens=cached, prompt_tokens=log.request.prompt_tokens)
+        log.cut(tokens, end, last_piece)
+        self.relay.child.mark(log)

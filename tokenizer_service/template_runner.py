@@ -1,0 +1,114 @@
+"""Renders chats in a child process, which is killed and replaced when a template takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from shared.errors import ErrorCode, RequestError
+
+_ROOT = str(Path(__file__).parents[1])
+"""Where the child finds this package, installed or not."""
+
+TIME_LIMIT_S = 5.0
+"""For one chat."""
+
+
+class TemplateRunner:
+    """Owns the child. One chat at a time; others wait for their turn.
+
+    Args:
+        templates: by name; empty: the model has none.
+        special_tokens: variables such as ``bos_token``.
+        limit_s: time for one chat.
+    """
+
+    def __init__(
+        self, templates: Mapping[str, str], special_tokens: Mapping[str, str], limit_s: float = TIME_LIMIT_S
+    ) -> None:
+        self._load = {"templates": dict(templates), "special_tokens": dict(special_tokens)}
+        self._limit_s = limit_s
+        self._child: asyncio.subprocess.Process | None = None
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> dict[str, str]:
+        """Start the child; returns the errors of templates that do not compile, by name."""
+        async with self._turn:
+            return await self._start() if self._load["templates"] else {}
+
+    async def render(self, chat: bytes) -> str:
+        """The prompt of a chat (``TextSpec.chat``).
+
+        Raises:
+            RequestError: with the template's own words; also when there is none, or when it took too long.
+        """
+        if not self._load["templates"]:
+            raise RequestError(
+                "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
+                "messages",
+            )
+        async with self._turn:
+            answer = await self._ask_within_limit(chat)
+        if "error" in answer:
+            raise RequestError(answer["error"], "messages")
+        return str(answer["text"])
+
+    async def close(self) -> None:
+        """End the child."""
+        async with self._turn:
+            await self._kill()
+
+    async def _ask_within_limit(self, chat: bytes) -> dict[str, Any]:
+        if self._child is None or self._child.returncode is not None:
+            await self._start()
+        try:
+            return await asyncio.wait_for(self._ask({"chat": chat}), self._limit_s)
+        except TimeoutError:
+            await self._kill()
+            raise RequestError(f"the chat template took longer than {self._limit_s:g} s", "messages") from None
+        except (asyncio.IncompleteReadError, OSError):
+            await self._kill()
+            raise RequestError("the process that renders chat templates died", "messages", ErrorCode.INTERNAL) from None
+        except asyncio.CancelledError:
+            await self._kill()
+            raise
+
+    async def _start(self) -> dict[str, str]:
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "tokenizer_service.template_child",
+            str(self._limit_s),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))},
+        )
+        answer = await self._ask(self._load)
+        return dict(answer["errors"])
+
+    async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        body = msgpack.packb(request)
+        self._child.stdin.write(len(body).to_bytes(4, "little") + body)
+        await self._child.stdin.drain()
+        size = int.from_bytes(await self._child.stdout.readexactly(4), "little")
+        return dict(msgpack.unpackb(await self._child.stdout.readexactly(size)))
+
+    async def _kill(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.returncode is None:
+            child.kill()
+        if child.stdin is not None:
+            child.stdin.close()
+        await child.wait()
