@@ -82,6 +82,8 @@ async def authorise(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def name_exchange(request: web.Request, response: web.StreamResponse) -> None:
+    """Put the request's id, and what was ignored, into the headers of every answer."""
+    response.headers["Server"] = "headrace"
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         response.headers.update(exchange.headers())

@@ -55,7 +55,7 @@ def json_error(
     headers: dict[str, str] | None = None,
 ) -> web.Response:
     """A response with an error object; ``Retry-After`` and ``WWW-Authenticate`` where the status asks for them."""
-    extra = dict(headers or {})
+    extra = {"Server": "headrace", **(headers or {})}
     if status in _RETRIED:
         extra.setdefault("Retry-After", str(RETRY_AFTER_S))
     if status == HTTPStatus.UNAUTHORIZED:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from api_gateway.admission import Admission
 from api_gateway.auth import ApiKeys
+from api_gateway.exchange import MAX_NAME, MAX_NAMED
 from api_gateway.generation import Generation
 from api_gateway.http_metrics import HttpMetrics
 from api_gateway.latency import Latency
@@ -63,10 +64,10 @@ class Gateway:
 
     def log_ignored(self, names: list[str]) -> None:
         """Log unknown fields, each name once."""
-        fresh = [name for name in names if name not in self._logged_names]
+        fresh = [name for name in (name[:MAX_NAME] for name in names[:MAX_NAMED]) if name not in self._logged_names]
         if fresh and len(self._logged_names) < MAX_LOGGED_NAMES:
             self._logged_names.update(fresh)
-            log.warning("unknown fields are ignored", fields=[name[:64] for name in fresh[:20]])
+            log.warning("unknown fields are ignored", fields=fresh)
 
     @contextlib.contextmanager
     def tracking(self, generation: Generation) -> Iterator[None]:

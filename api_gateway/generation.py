@@ -47,7 +47,7 @@ class Generation:
         """Set when all choices have ended, or one has failed."""
         self.failure: ErrorInfo | None = None
         self.superseded = False
-        """Another gateway serves it now: the connection closes without a terminal event."""
+        """Another gateway serves it now: a stream closes without a terminal event."""
         self._latency = latency
         self._unopened = len(request.specs)
         self._unended = len(request.specs) * request.n

@@ -95,8 +95,6 @@ async def _answer(request: web.Request, generation: Generation) -> web.StreamRes
     if generation.failure is None and generation.request.stream:
         return await _stream(request, generation)
     await generation.finished.wait()
-    if generation.superseded:
-        raise ConnectionResetError("the request is served elsewhere")
     if generation.failure is not None:
         return error_response(generation.failure)
     return json_response(generation.answer())

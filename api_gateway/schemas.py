@@ -17,6 +17,7 @@ from shared.sampling import MAX_SEED, SamplingParams, check_token_ids
 
 MAX_PROMPTS = 1024
 """Prompts in one completions request, and choices over all of them."""
+MAX_MESSAGES = 10_000
 COMPLETIONS_MAX_TOKENS = 16
 
 _PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams))
@@ -327,6 +328,8 @@ def _check_messages(messages: Any) -> None:
         raise RequestError(f"messages must be an array, got {show(messages)}", "messages")
     if not messages:
         raise RequestError("messages must not be empty", "messages")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(f"messages holds {len(messages)} messages; at most {MAX_MESSAGES} are allowed", "messages")
     for index, message in enumerate(messages):
         place = f"messages[{index}]"
         if not isinstance(message, dict):

@@ -88,9 +88,8 @@ class Engine:
             StartupError: a worker can never be ready.
         """
         log.info("listening", front_ends=self.frontends.listener.endpoint, workers=self.workers.listener.endpoint)
-        gc.collect()
-        gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
+        _set_garbage_apart()
         try:
             while not self._stopping:
                 self.turn()
@@ -152,6 +151,7 @@ class Engine:
             prefix_caching=settings.enable_prefix_caching,
             memory_utilization=settings.gpu_memory_utilization,
         )
+        _set_garbage_apart()
         self._describe(name, ready)
         for sequence, error in refused:
             self.frontends.fail(sequence, error)
@@ -208,3 +208,10 @@ class Engine:
         if peer.card is not None and (peer.card.digest, peer.card.vocab_size) != (card.digest, card.vocab_size):
             return f"{peer.role} {peer.name} has another model ({peer.card.model}) than this engine ({card.model})"
         return None
+
+
+def _set_garbage_apart() -> None:
+    """Keep what lives long, such as a pool's blocks, out of the collector's later passes."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()

@@ -64,7 +64,7 @@ class FrontendLink:
     def drain(self) -> None:
         """Take what has arrived, up to a bound."""
         for _ in range(MOST_AT_ONCE):
-            received = self.listener.receive()
+            received = self.listener.receive() if self.listener.readable else None
             if received is None:
                 return
             if isinstance(received.message, Hello):

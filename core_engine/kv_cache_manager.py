@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 
-import numpy as np
-
 from core_engine.block import Block
 from core_engine.block_pool import BlockPool
-from core_engine.prefix_hash import extend_chain
+from core_engine.prefix_hash import block_digest
 from core_engine.request import Sequence
 from shared.messages import Int32
 
@@ -30,7 +28,6 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, eviction)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._block_bytes = block_size * np.dtype(np.int32).itemsize
 
     @property
     def capacity(self) -> int:
@@ -79,20 +76,13 @@ class KVCacheManager:
 
     def commit(self, sequence: Sequence, tokens: Int32, num_settled: int) -> None:
         """Offer the blocks that the first ``num_settled`` tokens fill, KV written and settled, to the prefix map."""
-        num_full = num_settled // self.block_size
-        if not self.enable_prefix_caching or num_full <= sequence.num_hashed:
+        size, num_full = self.block_size, num_settled // self.block_size
+        if not self.enable_prefix_caching:
             return
-        size, first = self._block_bytes, sequence.num_hashed
-        if len(sequence.digests) < num_full:
-            known = len(sequence.digests)
-            data = tokens[known * self.block_size : num_full * self.block_size].tobytes()
-            extend_chain(sequence.digests, sequence.root, data, size)
-        data = tokens[first * self.block_size : num_full * self.block_size].tobytes()
-        for index in range(first, num_full):
-            parent = sequence.digests[index - 1] if index else sequence.root
-            ids = data[(index - first) * size : (index - first + 1) * size]
-            self.pool.commit(sequence.blocks[index], sequence.digests[index], parent, ids)
-        sequence.num_hashed = num_full
+        for index in range(sequence.num_hashed, num_full):
+            ids = tokens[index * size : (index + 1) * size].tobytes()
+            self.pool.commit(sequence.blocks[index], self._digest(sequence, index, ids), _parent(sequence, index), ids)
+            sequence.num_hashed = index + 1
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block of a drained sequence."""
@@ -110,15 +100,22 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return []
         hits: list[Block] = []
-        data, size = sequence.tokens.tobytes(), self._block_bytes
-        parent = sequence.root
+        data, size = sequence.tokens.tobytes(), self.block_size * sequence.tokens.itemsize
         for index in range((len(sequence.tokens) - 1) // self.block_size):
             ids = data[index * size : (index + 1) * size]
-            if index == len(sequence.digests):
-                extend_chain(sequence.digests, sequence.root, ids, size)
-            block = self.pool.find(sequence.digests[index], parent, ids)
+            block = self.pool.find(self._digest(sequence, index, ids), _parent(sequence, index), ids)
             if block is None:
                 break
             hits.append(block)
-            parent = sequence.digests[index]
         return hits
+
+    def _digest(self, sequence: Sequence, index: int, ids: bytes) -> bytes:
+        """Chain hash of a block of the sequence; those of all blocks before it are known."""
+        if index == len(sequence.digests):
+            sequence.digests.append(block_digest(_parent(sequence, index), ids))
+        return sequence.digests[index]
+
+
+def _parent(sequence: Sequence, index: int) -> bytes:
+    """Digest of the block before ``index``."""
+    return sequence.digests[index - 1] if index else sequence.root

@@ -19,11 +19,3 @@ def root_digest(salt: str = "") -> bytes:
 def block_digest(parent: bytes, ids: bytes) -> bytes:
     """sha256 over the parent's digest (32 bytes) and the block's token ids (raw int32)."""
     return hashlib.sha256(parent + ids).digest()
-
-
-def extend_chain(chain: list[bytes], root: bytes, ids: bytes, block_bytes: int) -> None:
-    """Append to ``chain`` the digests of the full blocks in ``ids`` (raw int32), which follow those it has."""
-    parent = chain[-1] if chain else root
-    for start in range(0, len(ids), block_bytes):
-        parent = block_digest(parent, ids[start : start + block_bytes])
-        chain.append(parent)

@@ -21,6 +21,9 @@ from core_engine.slot_table import Slots
 from core_engine.step_record import RowRecord, StepRecord
 from shared.messages import Int32, SlotInit, Step
 
+_NOTHING: Int32 = np.empty(0, np.int32)
+_NO_COPIES: Int32 = np.empty((0, 2), np.int32)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -92,10 +95,12 @@ class Scheduler:
         full = decode[slots.num_computed[decode] >= slots.capacity[decode]]
         if not len(full):
             return decode
-        needy = [slots.sequence_at(slot) for slot in full.tolist()]
-        if len(needy) > replica.kv.pool.num_free:
-            needy.sort(key=_rank)
-        for sequence in needy:
+        needy: list[Sequence] = slots.sequences[full].tolist()
+        if len(needy) <= replica.kv.pool.num_free:
+            slots.capacity[full] += replica.kv.block_size
+            draft.blocks = [(slot, replica.kv.append(s).id) for slot, s in zip(full.tolist(), needy, strict=True)]
+            return decode
+        for sequence in sorted(needy, key=_rank):
             self._grow(replica, draft, sequence)
         if draft.stalled or draft.num_preempted:
             staying = slots.decoding[decode]
@@ -162,6 +167,8 @@ class Scheduler:
             sequence = self.waiting.first()
             may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
             reserve = self.admission.reserve(replica, sequence)
+            if reserve >= replica.kv.pool.num_free:
+                return
             num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=None if may_be_cut else budget)
             if num_cached is None:
                 return
@@ -198,16 +205,20 @@ class Scheduler:
         """Advance the numbers as if every row will deliver its token, and write the step down."""
         slots = replica.slots
         replica.num_steps += 1
-        slots.num_computed[decode] += 1
-        exhausted = decode[slots.num_computed[decode] + 1 >= slots.limit[decode]]
+        computed = slots.num_computed[decode] + 1
+        slots.num_computed[decode] = computed
+        exhausted = decode[computed + 1 >= slots.limit[decode]]
         if len(exhausted):
             replica.stop_decoding(exhausted)
         prefill, complete = self._commit_prefills(replica, draft)
-        rows = np.concatenate([prefill[:, 0], decode]) if len(prefill) else decode
+        rows = sampled = decode
         sample = np.empty((len(complete) + len(decode), 2), np.int32)
-        sample[: len(complete), 0] = complete
-        sample[len(complete) :, 0] = np.arange(len(prefill), len(rows))
-        sample[:, 1] = rows[sample[:, 0]]
+        sample[:, 0] = np.arange(len(prefill) - len(complete), len(prefill) + len(decode))
+        if len(prefill):
+            rows = np.concatenate([prefill[:, 0], decode])
+            sample[: len(complete), 0] = complete
+            sampled = rows[sample[:, 0]]
+        sample[:, 1] = sampled
         slots.inflight[rows] += 1
         step = Step(
             epoch=replica.epoch,
@@ -219,13 +230,11 @@ class Scheduler:
             sample=sample,
             blocks=np.array(draft.blocks, np.int32).reshape(-1, 2),
             released=np.array(replica.released, np.int32),
-            copies=np.empty((0, 2), np.int32),
+            copies=_NO_COPIES,
         )
-        num_tokens = int(prefill[:, 2].sum()) + len(decode)
-        prefills = [(s, int(start + count)) for (s, count), start in zip(draft.prefills, prefill[:, 1], strict=True)]
-        replica.window.append(
-            StepInFlight(step.number, rows, sample[:, 1].astype(np.intp), prefills, num_tokens, self._clock())
-        )
+        ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence, _ in draft.prefills]
+        num_tokens = sum(count for _, count in draft.prefills) + len(decode)
+        replica.window.append(StepInFlight(step.number, rows, sampled, ends, num_tokens, self._clock()))
         if self._recorder is not None:
             self._recorder(_record(replica, draft, decode))
         replica.released, replica.finished, replica.preempted = [], [], []
@@ -291,4 +300,4 @@ def _rank(sequence: Sequence) -> tuple[int, tuple[int, int]]:
 
 
 def _joined(arrays: list[Int32]) -> Int32:
-    return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+    return np.concatenate(arrays) if arrays else _NOTHING

@@ -8,7 +8,6 @@ import numpy as np
 
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Sequence
-from core_engine.slot_table import Slots
 from shared.errors import ProtocolError
 from shared.messages import Int32, StepResult
 
@@ -21,8 +20,6 @@ class Settled:
     """[k]"""
     tokens: Int32
     """[k]"""
-    starts: Slots
-    """[k] number of generated tokens before it."""
     finished: list[Sequence]
     """Their ``finish_reason`` and ``stop_reason`` are set."""
 
@@ -78,7 +75,6 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     settled = Settled(
         sequences=slots.sequences[sampled].tolist(),
         tokens=tokens,
-        starts=before - slots.prompt_len[sampled],
         finished=[],
     )
     ending = stops.may_stop[tokens] | (before + 1 >= slots.limit[sampled])
@@ -89,7 +85,8 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
             sequence.finish_reason, sequence.stop_reason = end
             settled.finished.append(sequence)
             replica.request_exit(sequence, Exit.FINISH)
-    for slot in step.rows[slots.leaving[step.rows] & (slots.inflight[step.rows] == 0)].tolist():
+    leaving = step.rows[slots.leaving[step.rows]]
+    for slot in leaving[slots.inflight[leaving] == 0].tolist():
         replica.drained(slots.sequence_at(slot))
     return settled
 
@@ -99,5 +96,6 @@ def _check(step: StepInFlight, result: StepResult, stops: StopTable) -> None:
         raise ProtocolError(f"result of step {result.number} instead of step {step.number}")
     if len(result.tokens) != len(step.sampled):
         raise ProtocolError(f"{len(result.tokens)} tokens for {len(step.sampled)} sample rows of step {step.number}")
-    if len(result.tokens) and not 0 <= result.tokens.min() <= result.tokens.max() < stops.vocab_size:
+    # As unsigned numbers, so that one comparison finds negative ids too.
+    if len(result.tokens) and result.tokens.view(np.uint32).max() >= stops.vocab_size:
         raise ProtocolError(f"a token id outside the vocabulary of {stops.vocab_size} in step {step.number}")

@@ -102,7 +102,7 @@ class WorkerLink:
         """
         results: list[tuple[Replica, StepResult]] = []
         for _ in range(MOST_AT_ONCE):
-            received = self.listener.receive()
+            received = self.listener.receive() if self.listener.readable else None
             if received is None:
                 break
             match received.message:

@@ -26,7 +26,13 @@ def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weigh
     if device.type == "cpu":
         keep_freed_memory()
     dtype = select_dtype(config.dtype, model_config, device)
-    shape = AttentionShape(model_config.num_heads, model_config.num_kv_heads, model_config.head_dim, config.block_size)
+    shape = AttentionShape(
+        model_config.num_heads,
+        model_config.num_kv_heads,
+        model_config.head_dim,
+        config.block_size,
+        config.batch_invariant,
+    )
     backend = make_backend(shape, device)
     model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant)
     return _assemble(config, model_config, model, backend, dtype, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -124,6 +125,13 @@ def clear_stale_ipc(path: str) -> None:
         except OSError as error:
             raise StartupError(f"ipc://{path} cannot be used: {error}") from error
     raise StartupError(f"ipc://{path} is in use by another process")
+
+
+def remove_ipc(path: str, inode: int) -> None:
+    """Remove a listener's own socket file; another one that took its place stays."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.lstat(path).st_ino == inode:
+            os.unlink(path)
 
 
 def _is_loopback(host: str) -> bool:

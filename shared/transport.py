@@ -186,6 +186,7 @@ class Listener(_Socket):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._domain: str | None = None
+        self._file: tuple[str, int] | None = None
         try:
             if curve is not None:
                 self._require_curve(curve)
@@ -215,6 +216,9 @@ class Listener(_Socket):
             raise StartupError(f"{endpoint} {cause}") from error
         finally:
             os.umask(before)
+        if endpoints.is_ipc(endpoint):
+            path = endpoints.ipc_path(endpoint)
+            self._file = path, os.stat(path).st_ino
 
     def send(self, peer: str, message: Message) -> bool:
         """Send to the peer of that identity; False: it is not connected, or reads too slowly."""
@@ -233,6 +237,9 @@ class Listener(_Socket):
         if self._domain is not None:
             _gatekeeper.dismiss(self._domain)
             self._domain = None
+        if self._file is not None:
+            endpoints.remove_ipc(*self._file)
+            self._file = None
 
 
 class Connector(_Socket):

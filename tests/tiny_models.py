@@ -77,6 +77,8 @@ def make_checkpoint(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.uniform_(1.5, 2.5)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     model.generation_config.pad_token_id = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from shared.errors import HeadraceError
 from shared.hop.timers import Clock
 from shared.logging import get_logger
 from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Message, ModelCard
@@ -107,10 +106,14 @@ class Engines:
             self._on_change()
 
     async def refresh(self) -> None:
-        """Look at DNS again: connect to new addresses, close those that are gone."""
+        """Look at DNS again: connect to new addresses, close those that are gone.
+
+        Raises:
+            StartupError: an endpoint is malformed, or reaches beyond this machine without keys.
+        """
         try:
             found = await asyncio.get_running_loop().run_in_executor(None, resolve, self._endpoints)
-        except (HeadraceError, OSError) as error:
+        except OSError as error:
             self._log.warning("cannot resolve the engines", endpoints=self._endpoints, reason=str(error))
             return
         gone = self._engines.keys() - set(found)

@@ -20,6 +20,8 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    batch_invariant: bool = False
+    """A token's output must be the same bits in any batch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ Every span becomes batched matrix products in float32 over the gathered context,
 so that the heads that share keys are rows of one product. Decode spans of similar context form one batch; a longer
 span is cut into tiles of query tokens, each of which looks only as far as its last token.
 
-A token's output is the same bits in any batch, tile or padding, because no reduction depends on them: M is at least
-``MIN_ROWS`` (below it the matrix library takes another summation order), C is a multiple of ``LANES`` (the softmax sums
-in that many lanes), and the product with v is summed in slices of ``SLICE`` tokens, in order; masked tokens add zeros.
+No reduction depends on batch or padding: C is a multiple of ``LANES`` (the softmax sums in that many lanes), and the
+product with v is summed in slices of ``SLICE`` tokens, in order, where masked tokens add zeros. If M is padded to a
+multiple of ``row_multiple``, too, so that no thread gets fewer than four rows (below which the matrix library takes
+another summation order), then a token's output is the same bits in any batch, tile and padding.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import dataclasses
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from gpu_worker.attention.base import AttentionShape, Int64, Spans
+from gpu_worker.threads import usable_cores
 
 LANES = 16
-MIN_ROWS = 8
-SLICE = 256
+ROWS_OF_A_THREAD = 4
+SLICE = 128
 TILE = 128
 """Query tokens of a tile at most."""
 SCORE_BYTES = 32 * 2**20
@@ -76,7 +79,7 @@ class TorchPagedAttention:
         self.shape = shape
         self.device = device
         self.group_size = shape.num_heads // shape.num_kv_heads
-        self.decode_rows = max(self.group_size, MIN_ROWS)
+        self.row_multiple = max(8, ROWS_OF_A_THREAD * usable_cores()) if shape.batch_invariant else 1
         heads = torch.arange(2 * shape.num_kv_heads, device=device)
         self._kv_heads = heads
         blocks_in_lanes = max(1, LANES // shape.block_size)
@@ -122,7 +125,7 @@ class TorchPagedAttention:
         width = block_tables.shape[1]
         table = block_tables[slots, : min(num_blocks, width)].long()
         if num_blocks > width:
-            table = torch.nn.functional.pad(table, (0, num_blocks - width))
+            table = F.pad(table, (0, num_blocks - width))
         heads = self._kv_heads.view(2, 1, -1, 1)
         gather = (table[None, :, None, :] * len(self._kv_heads) + heads).reshape(-1)
         return Group(gather, len(batch), num_blocks * size, rows, start, count, positions, {})
@@ -190,25 +193,28 @@ class TorchPagedAttention:
         self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
     ) -> torch.Tensor:
         """[spans, kv_heads, group, head_dim] of one query token each."""
-        spans, kv_heads, group, head_dim = heads.shape
-        query = heads.new_zeros((spans * kv_heads, self.decode_rows, head_dim), dtype=torch.float32)
-        query[:, :group] = heads.reshape(-1, group, head_dim)
-        output = _attend(query, keys, values, tile.mask, scale)
-        return output[:, :group].view(heads.shape)
+        query = heads.reshape(-1, self.group_size, self.shape.head_dim).float()
+        return self._padded_attend(query, keys, values, tile.mask, scale).view(heads.shape)
 
     def _span(
         self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
     ) -> torch.Tensor:
         """[tokens, kv_heads, group, head_dim] of consecutive tokens of one span."""
         tokens, kv_heads, group, head_dim = heads.shape
-        rows = tokens * group
-        query = heads.new_zeros((kv_heads, max(rows, MIN_ROWS), head_dim), dtype=torch.float32)
-        query[:, :rows] = heads.transpose(0, 1).reshape(kv_heads, rows, head_dim)
-        mask = tile.mask
-        if rows < MIN_ROWS:
-            mask = torch.nn.functional.pad(mask, (0, 0, 0, MIN_ROWS - rows))
-        output = _attend(query, keys[:, : tile.context], values[:, : tile.context], mask, scale)
-        return output[:, :rows].view(kv_heads, tokens, group, head_dim).transpose(0, 1)
+        query = heads.transpose(0, 1).reshape(kv_heads, tokens * group, head_dim).float()
+        output = self._padded_attend(query, keys[:, : tile.context], values[:, : tile.context], tile.mask, scale)
+        return output.view(kv_heads, tokens, group, head_dim).transpose(0, 1)
+
+    def _padded_attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows = query.shape[1]
+        missing = -rows % self.row_multiple
+        if not missing:
+            return _attend(query, keys, values, mask, scale)
+        query = F.pad(query, (0, 0, 0, missing))
+        mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
+        return _attend(query, keys, values, mask, scale)[:, :rows].contiguous()
 
 
 def _attend(

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-INVARIANT_ROWS = 16
-"""In float32 the product of fewer rows, or of a number of rows that this does not divide, may take another summation
-order; measured with oneDNN 3. In bfloat16 no number of rows does."""
+INVARIANT_ROWS = {torch.float32: 16, torch.bfloat16: 2}
+"""The product of a number of rows that this does not divide may take another summation order (measured with oneDNN 3:
+one row in bfloat16, one to nine rows in float32)."""
 
 
 class LinearLayer(Protocol):
@@ -31,16 +31,15 @@ def make_linear(
         batch_invariant: a row's result is the same bits whatever other rows there are.
     """
     layer: LinearLayer = PackedLinear(weight, bias) if can_prepack(weight) else PlainLinear(weight, bias)
-    if batch_invariant and weight.dtype == torch.float32:
-        return PaddedRows(layer)
-    return layer
+    return PaddedRows(layer, INVARIANT_ROWS.get(weight.dtype, 1)) if batch_invariant else layer
 
 
 def make_head(weight: torch.Tensor, *, batch_invariant: bool = False) -> HeadLayer:
     """The projection to the vocabulary, whose results are float32 for any dtype of ``weight`` [vocabulary, hidden]."""
     if weight.dtype == torch.float32:
         return make_linear(weight, batch_invariant=batch_invariant)
-    return SplitHead(weight) if can_prepack(weight) else WideHead(weight)
+    head = SplitHead(weight) if can_prepack(weight) else WideHead(weight)
+    return PaddedRows(head, INVARIANT_ROWS.get(weight.dtype, 1)) if batch_invariant else head
 
 
 def can_prepack(weight: torch.Tensor) -> bool:
@@ -74,13 +73,13 @@ class PackedLinear:
 
 
 class PaddedRows:
-    """Pads the rows to a multiple of ``INVARIANT_ROWS``."""
+    """Pads the rows to a multiple of a number."""
 
-    def __init__(self, layer: LinearLayer) -> None:
-        self.layer = layer
+    def __init__(self, layer: LinearLayer | HeadLayer, multiple: int) -> None:
+        self.layer, self.multiple = layer, multiple
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        missing = -len(x) % INVARIANT_ROWS
+        missing = -len(x) % self.multiple
         if not missing:
             return self.layer(x)
         return self.layer(F.pad(x, (0, 0, 0, missing)))[: len(x)]

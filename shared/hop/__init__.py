@@ -8,8 +8,9 @@
 """
 
 from shared.hop.child import ENGINE, TOKENIZER, Child, ChildEvents, ChildRole
+from shared.hop.intake import Growth
 from shared.hop.log import Log, digest
-from shared.hop.parent import Growth, Parent, ParentEvents
+from shared.hop.parent import Parent, ParentEvents
 from shared.hop.relay import Relay, RelayEvents
 from shared.hop.request import NOTHING_KNOWN, Request, Source
 from shared.hop.timers import RunningClock, Timers

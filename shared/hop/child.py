@@ -46,7 +46,7 @@ class ChildEvents(Protocol):
         """A request that has begun was submitted again and goes on. An engine ``accept``s it again."""
 
     def unwanted(self, log: Log) -> None:
-        """Nobody needs more of this choice; its END row was set."""
+        """Nobody needs more of this choice of a request that has begun; its END row was set."""
 
     def rested(self, request: Request, resting: bool) -> None:
         """The request became an orphan and should rest, or was renewed and should go on (also before ``begin``)."""
@@ -114,6 +114,11 @@ class Child:
         if not log.dirty:
             self.mark(log)
 
+    def extend(self, log: Log, tokens: Iterable[int]) -> None:
+        """Add token rows."""
+        log.ids.extend(tokens)
+        self.mark(log)
+
     def append_step(self, logs: Iterable[Log], tokens: Iterable[int]) -> None:
         """Add one token row to each of these logs (all of a step)."""
         for log, token in zip(logs, tokens, strict=True):
@@ -123,7 +128,7 @@ class Child:
                 log.outbox.dirty.append(log)
 
     def mark(self, log: Log) -> None:
-        """Say that a log may hold rows that were not sent. ``append``, ``finish`` and ``fail`` do so themselves."""
+        """Say that a log may hold rows that were not sent; the methods that add rows do so themselves."""
         if not log.dirty and log.outbox is not None:
             log.dirty = True
             log.outbox.dirty.append(log)
@@ -284,8 +289,9 @@ class Child:
             if log.end is None and len(log.ids) < known.count:
                 going = [log for log in request.logs if log.end is None]
                 self.fail(request, ErrorInfo(ErrorCode.LOST, "the output can no longer be continued; start it again"))
-                for each in going:
-                    self._events.unwanted(each)
+                if upper_of(request).started:
+                    for each in going:
+                        self._events.unwanted(each)
                 return
 
     def _on_ack(self, source: Source, entry: AckEntry) -> None:
@@ -320,7 +326,8 @@ class Child:
         if have == FINISHED and log.end is None:
             log.end = End(FinishReason.STOP)
             log.sent = log.rows
-            self._events.unwanted(log)
+            if upper_of(log.request).started:
+                self._events.unwanted(log)
 
     def _after_acks(self, request: Request) -> None:
         self._quarantine.acknowledged(request)

@@ -15,7 +15,7 @@ EARLIER_LIVES = 16
 class ChildLink:
     """One child as its parent sees it. ``name`` is its endpoint."""
 
-    __slots__ = ("acks", "blocked_until", "boot", "demands", "earlier", "handles", "name", "usable")
+    __slots__ = ("acks", "blocked_until", "boot", "demands", "earlier", "handles", "missed", "name", "usable")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,6 +32,8 @@ class ChildLink:
         self.demands: dict[Request, None] = {}
         """Requests with a gap: they are acknowledged with ``resync``."""
         self.blocked_until = 0.0
+        self.missed = 0
+        """Beats in a row that could not be sent to it."""
 
 
 class ChildSet:

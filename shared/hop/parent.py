@@ -10,16 +10,17 @@ import numpy as np
 
 from shared.errors import ErrorCode
 from shared.hop.children import ChildLink, ChildSet
-from shared.hop.crashes import clear_if_proven, strike, was_aboard
+from shared.hop.crashes import strike, was_aboard
+from shared.hop.intake import Growth, take_delta
 from shared.hop.log import Log
 from shared.hop.outbox import Send
+from shared.hop.placing import ack_entry, submit_of
 from shared.hop.request import NOTHING_KNOWN, Lower, Request, Source, lower_of
 from shared.hop.timers import Clock, Timers
 from shared.messages import (
     FINISHED,
     Abort,
     Ack,
-    AckEntry,
     AckRows,
     Attempt,
     End,
@@ -28,10 +29,8 @@ from shared.messages import (
     Go,
     Gone,
     Held,
-    Int32,
     Known,
     Message,
-    Submit,
     TextDelta,
     TextSpec,
     TokenDelta,
@@ -41,10 +40,9 @@ from shared.messages import (
 
 MAX_ENTRIES = 1024
 """Requests in one Ack message."""
+MISSED_BEATS = 2
+"""Beats in a row that cannot be sent to a child before its requests move to another."""
 LAST_HANDLE = 2**31 - 2
-
-Growth = tuple[Log, int]
-"""A log, and the offset of its first new row."""
 
 
 class ParentEvents(Protocol):
@@ -220,7 +218,7 @@ class Parent:
         for child in order:
             if child.blocked_until > now:
                 continue
-            if self._send(child.name, _submit_of(request)):
+            if self._send(child.name, submit_of(request)):
                 self._unplaced.pop(request, None)
                 lower.child = child
                 lower.touched[child.name] = child.boot
@@ -271,12 +269,8 @@ class Parent:
         if child.boot != boot:
             self._on_new_boot(child, boot)
         match message:
-            case TokenDelta():
-                ends = {index: (end, "") for index, end in message.ends}
-                self._on_delta(child, message.rows, message.tokens, None, ends)
-            case TextDelta():
-                ends = {index: (end, piece) for index, end, piece in message.ends}
-                self._on_delta(child, message.rows, message.tokens, message.pieces, ends)
+            case TokenDelta() | TextDelta():
+                self._on_delta(child, message)
             case Held():
                 self._on_held(child, message)
             case Gone():
@@ -298,7 +292,7 @@ class Parent:
             lower = lower_of(request)
             if was_aboard(lower, crashed) and strike(lower, crashed):
                 self._convict(request)
-            elif lower.child is child and request not in self._unplaced:
+            elif child.handles.get(lower.handle) is request:
                 self._place(request, self._raised(request))
 
     def _convict(self, request: Request) -> None:
@@ -311,57 +305,14 @@ class Parent:
         self._events.grew(growths)
         self._acknowledge_ends(growths)
 
-    def _on_delta(
-        self,
-        child: ChildLink,
-        rows: Int32,
-        tokens: Int32,
-        pieces: Sequence[str] | None,
-        ends: dict[int, tuple[End, str]],
-    ) -> None:
+    def _on_delta(self, child: ChildLink, message: TokenDelta | TextDelta) -> None:
         now = self._clock()
-        ids, handles = tokens.tolist(), child.handles
-        growths: list[Growth] = []
-        stop = 0
-        for index, (handle, choice, offset, count) in enumerate(rows.tolist()):
-            start, stop = stop, stop + count
-            request = handles.get(handle)
-            if request is None or choice >= len(request.logs):
-                continue  # a stray of an attempt that is over; an Abort would end a log kept for a resume
-            lower, log = request.lower, request.logs[choice]
-            assert lower is not None
-            lower.heard_at, lower.heard = now, True
-            have = len(log.ids)
-            if log.end is not None:
-                continue
-            if offset > have:
-                self._demand(child, request, now)
-                continue
-            start += have - offset  # trim the rows that are here already
-            if start < stop:
-                log.ids.extend(ids[start:stop])
-                if pieces is not None:
-                    log.pieces.extend(pieces[start:stop])
-                if lower.suspect:
-                    child.acks.extend((handle, choice, len(log.ids)))
-                    clear_if_proven(request)
-            if index in ends and start <= stop:
-                self._end(log, *ends[index])
-            elif start >= stop:
-                continue
-            growths.append((log, have))
-            if not lower.accepted:
-                lower.accepted = not log.failed
+        growths, gaps = take_delta(child, message, now)
+        for request in gaps:
+            self._demand(child, request, now)
         if growths:
             self._events.grew(growths)
             self._acknowledge_ends(growths)
-
-    @staticmethod
-    def _end(log: Log, end: End, piece: str) -> None:
-        request = log.request
-        if end.prompt_tokens and not request.prompt_tokens:
-            request.prompt_tokens = end.prompt_tokens
-        log.end, log.last_piece = end, piece
 
     def _demand(self, child: ChildLink, request: Request, now: float) -> None:
         """A delta began beyond the log: ask for what is missing, but not again for each delta on its way."""
@@ -433,10 +384,19 @@ class Parent:
             for request in child.handles.values():
                 if _is_renewed(request):
                     lower = lower_of(request)
-                    entries.append(_entry(request, resync=not lower.heard, beat=True))
+                    entries.append(ack_entry(request, resync=not lower.heard, beat=True))
                     lower.heard = False
-            for first in range(0, len(entries), MAX_ENTRIES):
-                self._send(child.name, Ack(entries[first : first + MAX_ENTRIES]))
+            messages = [Ack(entries[i : i + MAX_ENTRIES]) for i in range(0, len(entries), MAX_ENTRIES)]
+            sent = all(self._send(child.name, message) for message in messages)
+            child.missed = 0 if sent else child.missed + 1
+            if child.missed >= MISSED_BEATS and len(self.children) > 1:
+                child.missed = 0
+                self._abandon(child)
+
+    def _abandon(self, child: ChildLink) -> None:
+        """Nothing can be sent to a child: do not wait until it counts as silent."""
+        for request in [request for request in child.handles.values() if _is_renewed(request)]:
+            self._place(request, self._raised(request), move=True)
 
     def _flush_child(self, child: ChildLink) -> bool:
         if child.acks:
@@ -444,7 +404,7 @@ class Parent:
                 return False
             del child.acks[:]
         if child.demands:
-            if not self._send(child.name, Ack([_entry(request, resync=True) for request in child.demands])):
+            if not self._send(child.name, Ack([ack_entry(request, resync=True) for request in child.demands])):
                 return False
             child.demands.clear()
         return True
@@ -453,27 +413,3 @@ class Parent:
 def _is_renewed(request: Request) -> bool:
     """A tokenizer does not renew an orphan below: so the engine lets it rest, too."""
     return request.upper is None or not request.upper.orphan
-
-
-def _entry(request: Request, *, resync: bool, beat: bool = False) -> AckEntry:
-    lower = lower_of(request)
-    have = [log.rows if log.end is None else FINISHED for log in request.logs]
-    return AckEntry(request.rid, lower.attempt, lower.handle, have, resync, beat)
-
-
-def _submit_of(request: Request) -> Submit:
-    lower, logs = lower_of(request), request.logs
-    return Submit(
-        rid=request.rid,
-        attempt=lower.attempt,
-        handle=lower.handle,
-        spec=lower.spec,
-        counts=np.array([len(log.ids) for log in logs], np.int32),
-        tokens=np.concatenate([np.frombuffer(log.ids, np.int32) for log in logs]),
-        ends=[log.end for log in logs],
-        known=[
-            log.known() if len(log.ids) >= known.count else known
-            for log, known in zip(logs, request.known, strict=True)
-        ],
-        suspect=lower.suspect,
-    )

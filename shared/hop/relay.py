@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from shared.hop.child import TOKENIZER, Child
+from shared.hop.intake import Growth
 from shared.hop.log import Log
 from shared.hop.outbox import Send
-from shared.hop.parent import Growth, Parent
+from shared.hop.parent import Parent
 from shared.hop.request import Request, upper_of
 from shared.hop.timers import Clock, Timers
 from shared.messages import Attempt, End, ErrorInfo, Message, TokenSpec

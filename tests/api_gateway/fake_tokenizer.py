@@ -41,7 +41,8 @@ class FakeTokenizer:
         self.ready = True
         self.step_s = step_s
         self.requests: list[Request] = []
-        self.dropped_at: dict[str, float] = {}
+        self.ended: list[Request] = []
+        """Those that were aborted, or acknowledged to their end."""
         self.calls: list[Any] = []
         self.hellos: list[Hello] = []
         self.refusal: str | None = None
@@ -121,7 +122,7 @@ class FakeTokenizer:
     def rested(self, request: Request, resting: bool) -> None: ...
 
     def dropped(self, request: Request) -> None:
-        self.dropped_at[request.rid] = time.monotonic()
+        self.ended.append(request)
         for log in request.logs:
             self._running.pop(log, None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import time
 from typing import Any
 
 import aiohttp
@@ -72,14 +71,12 @@ async def raw(served: Any, data: bytes) -> tuple[int, Any]:
     ],
 )
 async def test_malformed_bodies(served: Any, body: bytes, status: int, param: str | None) -> None:
-    started = time.monotonic()
     async with served.http.post(served.url + "/v1/chat/completions", data=io.BytesIO(body), headers=JSON) as answer:
         error = await answer.json()
         assert answer.status == status
     check_error(status, error)
     if param is not None:
         assert error["error"]["param"] == param
-    assert time.monotonic() - started < 5
     await serves(served)
 
 

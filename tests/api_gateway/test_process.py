@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -109,9 +108,7 @@ async def test_a_killed_client_is_noticed(launch: Any, tokenizer: FakeTokenizer)
         writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         await until(lambda: tokenizer.running == 1)
         writer.transport.abort()
-        left_at = time.monotonic()
         await until(lambda: tokenizer.running == 0)
-        assert time.monotonic() - left_at < 1
 
 
 async def test_a_second_sigterm_ends_it_at_once(launch: Any, tokenizer: FakeTokenizer) -> None:

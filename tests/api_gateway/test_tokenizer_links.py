@@ -7,10 +7,11 @@ import dataclasses
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 from fake_tokenizer import CARD, FakeTokenizer, until
 
-from shared.messages import Hello
+from shared.messages import Attempt, Hello
 
 
 async def stream_text(served: Any, count: int) -> str:
@@ -82,3 +83,21 @@ async def test_running_requests_end_when_no_tokenizer_comes_back(serve: Any, mon
     for status, error, headers in await asyncio.gather(*asked):
         assert (status, headers["Retry-After"]) == (503, "1")
         assert "no tokenizer has answered" in error["error"]["message"]
+
+
+async def test_a_request_that_lives_elsewhere_closes_without_a_terminal(served: Any) -> None:
+    async def read() -> None:
+        async with served.http.post(served.url + "/v1/completions", json={"prompt": "hold", "stream": True}) as answer:
+            await answer.read()
+
+    reading = asyncio.create_task(read())
+    whole = asyncio.create_task(served.post("/v1/completions", {"prompt": "hold"}))
+    await until(lambda: len(served.tokenizer.requests) == 2)
+    await asyncio.sleep(0.1)
+    for request in served.tokenizer.requests:
+        served.tokenizer.child.supersede(request, Attempt(9, 1, 0))
+    with pytest.raises(aiohttp.ClientPayloadError):
+        await asyncio.wait_for(reading, 5)
+    status, error, _ = await whole
+    assert (status, error["error"]["message"]) == (500, "the request is served elsewhere")
+    await until(lambda: served.gateway.admission.active == 0)

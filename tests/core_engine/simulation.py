@@ -203,10 +203,8 @@ class Simulation:
 
     def settle(self) -> None:
         settled = self.core.settle(self.replica, self.worker.execute(self.sent.popleft()))
-        for sequence, token, start in zip(settled.sequences, settled.tokens, settled.starts, strict=True):
-            output = self.outputs[sequence.request.rid, sequence.choice]
-            assert start == len(output)
-            output.append(int(token))
+        for sequence, token in zip(settled.sequences, settled.tokens.tolist(), strict=True):
+            self.outputs[sequence.request.rid, sequence.choice].append(token)
 
     def tick(self) -> bool:
         """Fill the window, then settle one step. Returns whether anything was in flight."""

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from core_engine.block import Block, BlockList
 from core_engine.block_pool import BlockPool
+from core_engine.prefix_hash import block_digest, root_digest
 
 NUM_BLOCKS = 9
 
@@ -151,13 +152,8 @@ def test_block_list_refuses_a_block_twice() -> None:
 
 
 def test_digests_are_sha256_chains() -> None:
-    from core_engine.prefix_hash import block_digest, extend_chain, root_digest
-
     root = root_digest("salt")
-    chain: list[bytes] = []
-    extend_chain(chain, root, b"aaaabbbb", 4)
-    assert chain[0] == hashlib.sha256(root + b"aaaa").digest()
-    assert chain[1] == block_digest(chain[0], b"bbbb")
-    extend_chain(chain, root, b"cccc", 4)
-    assert chain[2] == block_digest(chain[1], b"cccc")
+    first = block_digest(root, b"aaaa")
+    assert first == hashlib.sha256(root + b"aaaa").digest()
+    assert block_digest(first, b"bbbb") == hashlib.sha256(first + b"bbbb").digest()
     assert root_digest("a") != root_digest("b") != root_digest("")

@@ -113,7 +113,6 @@ def test_a_listener_that_comes_back(tmp_path, links):
     until(lambda: connector.send(Go("1", ATTEMPT)))
     until(first.receive)
     first.close()
-    until(lambda: not os.path.exists(tmp_path / "x"))
     until(lambda: not connector.send(Go("lost", ATTEMPT)))
     second = links(Listener, ipc(tmp_path), boot=2)
     until(lambda: connector.send(Go("2", ATTEMPT)))
@@ -157,7 +156,16 @@ def test_the_socket_file_is_private_and_goes_away(tmp_path, links):
     listener = links(Listener, ipc(tmp_path))
     assert stat.S_IMODE(os.stat(tmp_path / "x").st_mode) == 0o600
     listener.close()
-    until(lambda: not os.path.exists(tmp_path / "x"))
+    assert not os.path.exists(tmp_path / "x")
+
+
+def test_closing_leaves_the_file_of_a_successor(tmp_path, links):
+    listener = links(Listener, ipc(tmp_path))
+    os.unlink(tmp_path / "x")
+    (tmp_path / "other").touch()
+    links(Listener, ipc(tmp_path))
+    listener.close()
+    assert os.path.exists(tmp_path / "x")
 
 
 def test_ipc_path_in_use(tmp_path, links):

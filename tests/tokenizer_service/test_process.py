@@ -45,6 +45,13 @@ async def test_what_makes_a_start_impossible_is_said_in_words(tmp_path: Path) ->
     assert "Traceback" not in errors.decode()
 
 
+async def test_a_malformed_engine_endpoint_ends_it(tmp_path: Path) -> None:
+    process = await start(f"--listen=ipc://{tmp_path}/t", "--engine-endpoint=tcp://nowhere")
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    assert process.returncode == EXIT_CONFIG
+    assert "tcp://nowhere" in errors.decode()
+
+
 async def test_it_imports_nothing_heavy() -> None:
     code = (
         "import sys, tokenizer_service.service, tokenizer_service.gguf_vocabulary\n"
@@ -53,3 +60,15 @@ async def test_it_imports_nothing_heavy() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert output.decode().strip() == "[]"
+
+
+async def test_its_template_process_ends_with_it(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/t"
+    process = await start(f"--listen={endpoint}", f"--engine-endpoint=ipc://{tmp_path}/e", "--beat-s=0.2")
+    gateway = CollectingGateway(endpoint)
+    await gateway.until(lambda: gateway.hello and gateway.hello.card, 30)
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    await process.communicate()
+    await gateway.until(lambda: not Path(f"/proc/{child}").exists())
+    gateway.close()

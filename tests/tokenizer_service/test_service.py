@@ -86,9 +86,10 @@ async def test_only_a_live_tail_is_held_back(demo: Rig) -> None:
     stop = ["\nObservation:"]
     (log,) = await demo.gateway.ask("observe", spec("x", stop=stop))
     assert text_of(log) == "I see.\nObservatory!"
-    pieces = [piece for _, piece in demo.gateway.pieces["observe"]]
-    assert "".join(pieces[:3]) == "I see."
-    assert "\nObs" in pieces[-4] or "\nObs" in "".join(pieces)
+    free, held = len(ids_of("I see.")), len(OUTPUT["held"])
+    assert "".join(log.pieces[:free]) == "I see."
+    assert log.pieces[free:held] == [""] * (held - free)
+    assert [piece for piece in log.pieces[held:] if piece] == ["\nObservatory", "!"]
     (log,) = await demo.gateway.ask("held", spec("x", stop=stop))
     assert text_of(log) == "I see.\nObs"
     assert log.last_piece == "\nObs"
@@ -197,7 +198,7 @@ async def test_calls(demo: Rig) -> None:
     answer = await call(Tokenize(1, spec("  12  34"), want_strings=True))
     assert isinstance(answer, Tokenized)
     assert (answer.call, answer.tokens.tolist()) == (1, [256, 33, 34, 256, 35, 36])
-    assert answer.strings == ["Ġ", "Ġ", "1", "2", "Ġ", "Ġ", "3", "4"] or len(answer.strings) == 6
+    assert answer.strings == ["ĠĠ", "1", "2", "ĠĠ", "3", "4"]
     assert (await call(Tokenize(2, spec("")))).tokens.tolist() == []
     answer = await call(Tokenize(3, spec(chat=b"{}")))
     assert answer.error is not None
@@ -244,7 +245,7 @@ def restarted(old: ScriptedEngine) -> ScriptedEngine | None:
 
 
 async def test_a_restarted_engine_goes_on_from_the_tokens_so_far(tmp_path: Path) -> None:
-    ids = [*OUTPUT["emoji"], *OUTPUT["alphabet"]] * 20
+    ids = [*OUTPUT["emoji"], *OUTPUT["alphabet"]] * 7
     async with rig(tmp_path, lambda request: [ids], model="demo") as demo:
         request = demo.gateway.parent.open("long", spec("x"))
         await demo.gateway.until(lambda: len(request.logs[0].ids) > 20)
@@ -256,7 +257,7 @@ async def test_a_restarted_engine_goes_on_from_the_tokens_so_far(tmp_path: Path)
 
 
 async def test_decoding_resumes_at_the_same_character_in_another_tokenizer(tmp_path: Path) -> None:
-    ids = [*OUTPUT["emoji"], *OUTPUT["observe"]] * 20
+    ids = [*OUTPUT["emoji"], *OUTPUT["observe"]] * 7
     async with rig(tmp_path, lambda request: [ids], model="demo") as demo:
         second = dataclasses.replace(demo.settings, listen=f"ipc://{tmp_path}/t2")
         other = TokenizerService(second)
