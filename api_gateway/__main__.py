@@ -90,9 +90,9 @@ async def _announce(gateway: Gateway, url: str) -> None:
             said = reason
         await asyncio.sleep(0.2)
     body = f'{{"model": "{gateway.names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
-    log.info(
-        "ready", url=url, try_it=f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    )
+    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    # Within the event's own text, where no quote is escaped, so that it can be copied.
+    log.info(f"ready; try: {command}", url=url)
 
 
 if __name__ == "__main__":

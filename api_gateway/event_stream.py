@@ -41,7 +41,8 @@ class EventStream:
     def write(self, data: bytes) -> None:
         """Send whole events now. To a connection that is gone: nothing happens, its handler is being cancelled."""
         transport = self._transport
-        if transport is None or transport.is_closing():
+        # A chunk of no bytes would end a chunked body: a row may release no text.
+        if not data or transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
 

@@ -187,8 +187,7 @@ class _Sender:
             self._render_last(parts)
             self._closed = True
             self._wake.set()
-        if parts:
-            self._stream.write(b"".join(parts))
+        self._stream.write(b"".join(parts))
 
     async def run(self) -> None:
         """Flush at the start and after each time that the reader fell behind, until all is written."""

@@ -91,13 +91,9 @@ class EngineCore:
         Raises:
             RequestError: it can never run, or the queue is full; nothing was queued.
         """
-        try:
-            limit = self._limit_of(request)
-            if bounded and not any(ids.size for ids in generated.values()):
-                self._check_queue(len(generated))
-        except RequestError as error:
-            self.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
-            raise
+        limit = self._limit_of(request)
+        if bounded and not any(ids.size for ids in generated.values()):
+            self._check_queue(len(generated))
         sequences = [Sequence(request, choice, ids, limit) for choice, ids in generated.items()]
         request.sequences += sequences
         for sequence in sequences:

@@ -28,6 +28,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 DEFAULT_LISTEN = "tcp://127.0.0.1:5552"
 DEFAULT_LISTEN_WORKERS = "tcp://127.0.0.1:5553"
 TICKS_PER_BEAT = 10
+LAST_WORDS_S = 0.2
+"""Sockets drop on close what they have not sent: time for the last Hello to leave."""
 GC_THRESHOLDS = (20_000, 20, 50)
 
 
@@ -96,6 +98,7 @@ class Engine:
         except StartupError as error:
             self._failure = str(error)
             self.frontends.announce()
+            time.sleep(LAST_WORDS_S)
             raise
         finally:
             self.close()
@@ -137,6 +140,7 @@ class Engine:
         self._heartbeat.beat()
         self.workers.tick()
         self.core.metrics.stale_messages.set(self.workers.stale)
+        self.core.metrics.malformed_messages.set(self.workers.listener.malformed + self.frontends.listener.malformed)
         self.frontends.tick()
 
     # -- replicas --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from core_engine.core import EngineCore
 from core_engine.metrics import kv_usage
 from core_engine.request import Request, Sequence, stop_ids_of
 from core_engine.settle import Settled
-from shared.errors import RequestError
+from shared.errors import ErrorCode, RequestError
 from shared.hop import ENGINE, Child, Log, RunningClock, Timers
 from shared.hop import Request as HopRequest
 from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, TokenSpec
@@ -110,6 +110,7 @@ class FrontendLink:
             self._start(accepted, [item for item in request.logs if item.end is None], bounded=True)
         except RequestError as error:
             log.info("refused", request_id=request.rid, reason=error.message)
+            self.core.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
             self.child.fail(request, _error_info(error))
             return
         self.child.accept(request, len(accepted.prompt))

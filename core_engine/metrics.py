@@ -58,8 +58,6 @@ class EngineMetrics:
         self.stale_messages = registry.gauge("headrace:stale_messages")
         """Messages of an old epoch that were dropped."""
         self.malformed_messages = registry.gauge("headrace:malformed_messages")
-        self.epochs = registry.counter("headrace:epochs")
-        """Lives of links to workers that were begun."""
 
     def scheduled(self, sequence: Sequence) -> None:
         """A sequence got its first slot. What it finds in the cache after a preemption is no hit."""

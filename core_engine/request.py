@@ -45,7 +45,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+        return all(sequence.ended_at is not None for sequence in self.sequences)
 
 
 class Sequence:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import json
 import os
 import pathlib
-import shlex
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -34,8 +31,8 @@ LINK_SETTINGS = (
     "name",
 )
 """Settings of single services that the launcher chooses itself."""
-GRACE_S = {GATEWAY: 40.0, TOKENIZER: 5.0, ENGINE: 5.0, WORKER: 10.0}
-"""Time from SIGTERM to SIGKILL. The gateway first lets running requests finish."""
+GRACE_S = {GATEWAY: 10.0, TOKENIZER: 5.0, ENGINE: 5.0, WORKER: 10.0}
+"""Time from SIGTERM to SIGKILL; the gateway gets ``shutdown_timeout`` on top, for running requests to finish."""
 READY_PROBE_S = 0.1
 API_KEY_VARIABLE = ENV_PREFIX + "API_KEY"
 
@@ -108,8 +105,6 @@ class Launcher:
         name = settings.served_model_name[0] if settings.served_model_name else settings.model
         seconds = round(time.monotonic() - began, 1)
         self._log.info(f"ready after {seconds} s: {name} at {url}/v1")
-        if settings.log_format == "console":
-            print(_invitation(url, name, bool(settings.api_key)), file=sys.stderr, flush=True)
 
 
 def programs(settings: Settings, source: ModelSource, ipc: Callable[[str], str]) -> list[Program]:
@@ -181,7 +176,8 @@ def _refuse_link_settings(settings: Settings) -> None:
 
 
 def _program(service: str, settings: Settings, environ: Mapping[str, str], label: str = "") -> Program:
-    return Program(label or service, python_argv(service, *settings.to_argv(service)), environ, GRACE_S[service])
+    grace_s = GRACE_S[service] + (settings.shutdown_timeout if service == GATEWAY else 0.0)
+    return Program(label or service, python_argv(service, *settings.to_argv(service)), environ, grace_s)
 
 
 def _model_argument(source: ModelSource) -> str:
@@ -190,12 +186,3 @@ def _model_argument(source: ModelSource) -> str:
         return BUILT_IN if source.name == BUILT_IN else str(source.path)
     # As given, not resolved: a link into a cache may point to a file without the ending.
     return str(pathlib.Path(source.name).expanduser().absolute())
-
-
-def _invitation(url: str, name: str, with_key: bool) -> str:
-    key = '-H "Authorization: Bearer $API_KEY" ' if with_key else ""
-    body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
-    return (
-        f"\n  curl -N {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
-        f"    -d {shlex.quote(body)}\n\n  Ctrl-C stops it.\n"
-    )

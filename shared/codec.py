@@ -131,7 +131,11 @@ class _MessageCodec:
 
 
 def _pack(values: tuple[Any, ...]) -> bytes:
-    packed: bytes = msgpack.packb(values)
+    try:
+        packed: bytes = msgpack.packb(values)
+    except UnicodeEncodeError:
+        # A lone surrogate, which UTF-8 cannot carry: a message that could never be sent would wedge its request.
+        packed = msgpack.packb(values, unicode_errors="replace")
     return packed
 
 

@@ -1,8 +1,9 @@
 """The CURVE keys of tcp links, as files: one text line (Z85, 40 characters) in each.
 
 ``server.public`` / ``server.secret`` belong to the binding sides, ``client.public`` / ``client.secret`` to the
-connecting ones. A process needs only the files of the sides that it has. ``authorized_clients`` (optional, one public
-key a line, ``#`` begins a comment) names further clients that may connect.
+connecting ones. A process needs only the files of the sides that it has. ``authorized_clients`` (optional) names
+further clients that may connect: one public key a line, and anything after it; lines that begin with ``# `` are
+comments (a key may contain ``#``).
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def load_curve_keys(folder: str | Path) -> CurveKeys:
     authorized = {client_public} if client_public else set()
     more = folder / AUTHORIZED_CLIENTS
     if more.exists():
-        lines = (line.partition("#")[0].strip() for line in more.read_text().splitlines())
-        authorized |= {_checked(line, more) for line in lines if line}
+        lines = (line.split() for line in more.read_text().splitlines())
+        authorized |= {_checked(words[0], more) for words in lines if words and words[0] != "#"}
     return CurveKeys(server_public, server_secret, client_public, client_secret, frozenset(authorized))
 
 

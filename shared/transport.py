@@ -16,12 +16,13 @@ Socket options, and why:
 from __future__ import annotations
 
 import asyncio
+import atexit
 import dataclasses
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import zmq
 import zmq.auth.thread
@@ -386,12 +387,8 @@ def _context() -> zmq.Context[zmq.Socket[bytes]]:
     return zmq.Context.instance()
 
 
-class _Authority(Protocol):
-    def callback(self, domain: str, key: bytes) -> bool: ...
-
-
 class _Gatekeeper:
-    """Lets only authorized clients through CURVE: one authenticator thread while any listener needs it.
+    """Lets only authorized clients through CURVE: one authenticator thread from the first listener that needs it on.
 
     Each listener has a ZAP domain of its own, which stands for its list of public keys.
     """
@@ -402,24 +399,26 @@ class _Gatekeeper:
 
     def admit(self, authorized: frozenset[bytes]) -> str:
         """A domain in which these keys are let in."""
+        thread = self._running()
         domain = secrets.token_hex(8)
         self._authorized[domain] = authorized
-        if self._thread is None:
-            self._thread = zmq.auth.thread.ThreadAuthenticator(_context())
-            self._thread.start()
-        authority: _Authority = self
-        self._thread.configure_curve_callback(domain, authority)
+        thread.configure_curve_callback(domain, self)
         return domain
 
     def dismiss(self, domain: str) -> None:
-        del self._authorized[domain]
-        if not self._authorized and self._thread is not None:
-            self._thread.stop()
-            self._thread = None
+        self._authorized.pop(domain, None)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by the authenticator's thread: may the client with this public key (Z85) connect?"""
         return key in self._authorized.get(domain, frozenset())
+
+    def _running(self) -> zmq.auth.thread.ThreadAuthenticator:
+        # Its address is free again only some time after it has stopped: so it runs until the process ends.
+        if self._thread is None or self._thread.context is not _context():
+            self._thread = zmq.auth.thread.ThreadAuthenticator(_context())
+            self._thread.start()
+            atexit.register(self._thread.stop)
+        return self._thread
 
 
 _gatekeeper = _Gatekeeper()

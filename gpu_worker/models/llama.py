@@ -132,4 +132,5 @@ class LlamaForCausalLM:
         config, bias = builder.config, self.variant(builder).mlp_bias
         size = config.intermediate_size
         gate_up = builder.linear([prefix + "gate_proj", prefix + "up_proj"], (size, size), config.hidden_size, bias)
-        return GatedMLP(gate_up, builder.linear([prefix + "down_proj"], (config.hidden_size,), size, bias))
+        down = builder.linear([prefix + "down_proj"], (config.hidden_size,), size, bias)
+        return GatedMLP(gate_up, down, size, batch_invariant=builder.batch_invariant)

@@ -290,6 +290,8 @@ class Parent:
         crashed = Source(child.name, before)
         for request in list(self.requests.values()):
             lower = lower_of(request)
+            if self.requests.get(request.rid) is not request:
+                continue  # closed by its owner, who just heard of another's conviction
             if was_aboard(lower, crashed) and strike(lower, crashed):
                 self._convict(request)
             elif child.handles.get(lower.handle) is request:
@@ -321,7 +323,7 @@ class Parent:
             lower.resync_at = now
             child.demands[request] = None
 
-    def _acknowledge_ends(self, growths: Iterable[Growth]) -> None:
+    def _acknowledge_ends(self, growths: Sequence[Growth]) -> None:
         """Acknowledge logs that have ended, and forget requests that are over."""
         for log, _ in growths:
             request = log.request
@@ -330,10 +332,13 @@ class Parent:
             lower = lower_of(request)
             if request.failed:
                 self._abort(request)
+                self._forget(request)
             elif lower.child is not None:
                 lower.child.acks.extend((lower.handle, log.choice, FINISHED))
-            if request.over:
-                self._forget(request)
+        # Only now: several choices of a request may end in one delta, and each is acknowledged.
+        for log, _ in growths:
+            if log.request.over and self.requests.get(log.request.rid) is log.request:
+                self._forget(log.request)
 
     def _on_held(self, child: ChildLink, message: Held) -> None:
         now = self._clock()

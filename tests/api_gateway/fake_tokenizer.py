@@ -31,9 +31,10 @@ CARD = ModelCard("fake", "digest", 1000, 512)
 
 
 class FakeTokenizer:
-    """Prompt words: ``reject`` is refused, ``silent`` is never accepted, ``hold`` is accepted and produces nothing,
-    ``break`` fails after three tokens, ``burst`` gets all tokens in one message, ``huge`` gets tokens of 1000
-    characters, everything else one token a step. Token k of choice c has the text ``c:k `` and the id k."""
+    """Prompt words: ``reject``, ``full`` are refused, ``silent`` is never accepted, ``hold`` is accepted and produces
+    nothing, ``break`` fails after three tokens, ``burst`` gets all tokens in one message, ``huge`` gets tokens of 1000
+    characters, ``held`` gets a text at every third token only, everything else one token a step. Token k of choice c
+    has the text ``c:k `` and the id k."""
 
     def __init__(self, endpoint: str, *, beat_s: float = 0.2, step_s: float = 0.002, card: ModelCard = CARD) -> None:
         self.endpoint = endpoint
@@ -140,6 +141,7 @@ class FakeTokenizer:
                     stop = log.request.spec.params.stop
                     reason = FinishReason.STOP if stop else FinishReason.LENGTH
                     self.child.finish(log, End(reason, stop[0] if stop else None, cached_tokens=2))
+                    log.last_piece = "last" if "held" in words else ""
                 elif "break" in words and len(log.ids) == 3:
                     self.child.fail(log.request, ErrorInfo(ErrorCode.INTERNAL, "the engine broke"))
                     self._running.pop(log)
@@ -148,7 +150,8 @@ class FakeTokenizer:
 
     def _produce(self, log: Log, words: list[str]) -> None:
         number = len(log.ids)
-        log.pieces.append("x" * 1000 if "huge" in words else f"{log.choice}:{number} ")
+        piece = "x" * 1000 if "huge" in words else f"{log.choice}:{number} "
+        log.pieces.append("" if "held" in words and number % 3 != 2 else piece)
         self.child.append(log, number)
 
     def report(self, load: Load) -> None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shared.messages import Load
 
-JSON = {"Content-Type": "application/json"}
+HELD = {"role": "user", "content": "held"}
 
 
 def request_bytes(body: Any, version: str = "1.1") -> bytes:
@@ -103,6 +103,20 @@ async def test_headers_of_a_stream(served: Any) -> None:
         assert answer.headers["X-Request-Id"] == "mine"
         assert answer.headers["x-ignored-fields"] == "surprise"
         assert "".join(e["choices"][0]["text"] for e in events(await answer.read())) == "0:0 0:1 "
+
+
+@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
+async def test_tokens_that_release_no_text(served: Any, kind: str) -> None:
+    body: dict[str, Any] = {"prompt": "held"} if kind == "completions" else {"messages": [HELD]}
+    text = ""
+    async with served.http.post(f"{served.url}/v1/{kind}", json={**body, "max_tokens": 8, "stream": True}) as answer:
+        for chunk in events(await answer.read()):
+            choice = chunk["choices"][0]
+            text += choice["text"] if kind == "completions" else choice["delta"].get("content", "")
+    assert text == "0:2 0:5 last"
+    _, answer, _ = await served.post(f"/v1/{kind}", {**body, "max_tokens": 8})
+    choice = answer["choices"][0]
+    assert (choice["text"] if kind == "completions" else choice["message"]["content"]) == text
 
 
 async def test_headers_wait_for_the_engine(served: Any) -> None:

@@ -340,10 +340,8 @@ def test_metrics() -> None:
     simulation = Simulation(7, block_size=16)
     for _ in range(2):
         simulation.submit(prompt(34), max_tokens=35, ignore_eos=True)
-    simulation.submit(prompt(34), max_tokens=1)
+    simulation.submit(prompt(34), max_tokens=1, n=2)
     simulation.run()
-    with pytest.raises(RequestError):
-        simulation.submit(prompt(500), max_tokens=1)
     metrics = simulation.core.metrics
     found = {
         name + str(labels.get("finished_reason", "")): value
@@ -352,12 +350,12 @@ def test_metrics() -> None:
     }
     assert found["vllm:num_requests_running"] == found["vllm:num_requests_waiting"] == 0
     assert found["vllm:kv_cache_usage_perc"] == 0
-    assert found["vllm:prefix_cache_queries_total"] == found["vllm:prompt_tokens_total"] == 3 * 34
-    assert found["vllm:prefix_cache_hits_total"] == found["vllm:prompt_tokens_cached_total"] == 32
+    assert found["vllm:prefix_cache_queries_total"] == found["vllm:prompt_tokens_total"] == 4 * 34
+    assert found["vllm:prefix_cache_hits_total"] == found["vllm:prompt_tokens_cached_total"] == 64
     preempted = sum(len(record.preempted) for record in simulation.records)
     assert found["vllm:num_preemptions_total"] == found["vllm:request_num_preemptions_sum"] == preempted > 0
-    assert found["vllm:generation_tokens_total"] == found["vllm:request_generation_tokens_sum"] == 71
+    assert found["vllm:generation_tokens_total"] == found["vllm:request_generation_tokens_sum"] == 72
     assert found["vllm:request_success_totallength"] == 3
-    assert found["vllm:request_success_totalerror"] == 1
+    assert found["vllm:request_success_totalerror"] == 0
     assert found["vllm:request_params_max_tokens_count"] == found["vllm:request_queue_time_seconds_count"] == 3
     assert found["vllm:iteration_tokens_total_count"] == len(simulation.steps)

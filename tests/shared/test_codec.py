@@ -288,6 +288,11 @@ def test_parts_that_contradict_each_other(message, words):
         decode(encode(message, 1))
 
 
+def test_lone_surrogates_are_replaced():
+    message = decode(encode(Go("a\ud800b", Attempt(1, 2, 3)), 1))[1]
+    assert message.rid == "a?b"
+
+
 def test_kinds_of_specs_are_told_apart():
     text = TextSpec(SamplingParams(n=2), text="hi")
     assert decode(encode(a_submit(spec=text), 1))[1].spec == text

@@ -286,7 +286,7 @@ def test_curve(tmp_path, links):
 
 def test_curve_further_clients(tmp_path, links):
     keys, others = make_curve_keys(tmp_path / "a"), make_curve_keys(tmp_path / "b")
-    (tmp_path / "a" / "authorized_clients").write_text(f"# more\n{others.client_public.decode()}  # b\n\n")
+    (tmp_path / "a" / "authorized_clients").write_text(f"# more\n{others.client_public.decode()} of b\n\n")
     listener = links(Listener, "tcp://127.0.0.1:0", curve=load_curve_keys(tmp_path / "a"))
     client = write_curve_keys(
         tmp_path / "c", (keys.server_public, keys.server_secret), (others.client_public, others.client_secret)

@@ -1,0 +1,244 @@
+"""The engine with its sockets: epochs, refusals, hang-ups, signs of life."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from core_engine.engine import Engine
+from core_engine.request import Request, stop_ids_of
+from shared.errors import ErrorCode, StartupError
+from shared.hop import Request as HopRequest
+from shared.messages import FINISHED, Abort, Ack, AckEntry, Epoch, FinishReason, StepResult
+from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, until
+from tests.core_engine.simulation import EOS_IDS, VOCAB, reference
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [(first + 5 * position) % VOCAB for position in range(length)]
+
+
+def expected(request: HopRequest, choice: int = 0) -> tuple[list[int], FinishReason]:
+    params = request.spec.params
+    ids = np.frombuffer(request.spec.prompt, np.int32)
+    alone = Request(request.rid, params, ids, 0, 0.0, stop_ids_of(params, EOS_IDS), EOS_IDS)
+    assert params.max_tokens is not None
+    return reference(alone, choice, len(ids) + params.max_tokens)
+
+
+def check(request: HopRequest) -> None:
+    for log in request.logs:
+        assert log.end is not None
+        assert (log.ids.tolist(), log.end.reason) == expected(request, log.choice), request.rid
+
+
+def check_at_rest(engine: Engine) -> None:
+    """No block, slot or request is left behind."""
+    until(lambda: engine.core.replicas and not engine.frontends.child.requests)
+    replica = engine.core.replicas[0]
+    until(lambda: replica.num_running == 0)
+    replica.check()
+    assert replica.kv.pool.num_free == replica.kv.pool.num_blocks - 1
+    assert not engine.core.waiting
+
+
+def test_requests_are_served(tmp_path: Path) -> None:
+    log = tmp_path / "steps.jsonl"
+    running = RunningEngine(tmp_path, step_log=str(log))
+    with running as engine, WorkerThread(running.workers, num_blocks=40) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        for index in range(30):
+            front.submit(prompt(3 + index % 20, index), n=1 + index % 3, max_tokens=1 + 3 * index % 40)
+        front.wait_over()
+        check_at_rest(engine)
+        assert front.accepted_ids == set(front.all)
+        until(lambda: front.metric("vllm:num_requests_running") == 0, meanwhile=front.turn)
+        front.wait(lambda: front.metric("vllm:request_params_n_count") == 30)
+        total = sum(len(item.ids) for request in front.all.values() for item in request.logs)
+        assert front.metric("vllm:generation_tokens_total") == total
+        assert front.hello is not None
+        assert front.hello.card is not None
+        assert (front.hello.card.vocab_size, front.hello.card.max_model_len) == (VOCAB, 256)
+    for request in front.all.values():
+        check(request)
+        assert request.prompt_tokens == len(request.spec.prompt) // 4
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, len(worker.executed) + 1))
+    assert {row["request_id"] for record in records for row in record["rows"]} == set(front.all)
+
+
+def test_a_worker_that_is_started_again(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path)
+    with running as engine, FrontEnd(running.front) as front:
+        front.wait(lambda: front.hello is not None)
+        assert front.hello is not None
+        assert not front.hello.ready
+        assert front.hello.status == "waiting for a worker"
+        for index in range(12):
+            front.submit(prompt(10, index), max_tokens=60, ignore_eos=True)
+        with WorkerThread(running.workers) as first:
+            front.wait(lambda: len(first.executed) > 20)
+        with WorkerThread(running.workers) as second:
+            front.wait_over()
+            check_at_rest(engine)
+            assert second.epochs != first.epochs
+        for request in front.all.values():
+            check(request)
+
+
+def test_epochs_end(tmp_path: Path) -> None:
+    """By a failure, a gap, a malformed frame, and a window without progress."""
+    running = RunningEngine(tmp_path, step_timeout_s=0.5)
+    with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        for index in range(4):
+            front.submit(prompt(10, index), max_tokens=240, ignore_eos=True)
+        front.wait(lambda: len(worker.executed) > 5)
+        worker.failures = 1
+        front.wait(lambda: len(worker.epochs) == 2 and len(worker.executed) > 20)
+        empty = np.empty(0, np.int32)
+        worker.results.send(StepResult(worker.epochs[-1], 10_000, empty, empty))
+        front.wait(lambda: len(worker.epochs) == 3)
+        worker.results.send(StepResult(Epoch(*worker.epochs[0]), 1, empty, empty))
+        front.wait(lambda: engine.workers.stale > 0)
+        worker.results.socket.send_multipart([b"\xc1", b"junk"])
+        front.wait(lambda: len(worker.epochs) == 4)
+        worker.deaf = True
+        front.wait(lambda: len(worker.epochs) == 5)
+        worker.deaf = False
+        front.wait_over()
+        check_at_rest(engine)
+        for request in front.all.values():
+            check(request)
+
+
+def test_a_request_that_a_worker_cannot_survive_is_failed(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path)
+    with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        worker.failures = 3
+        request = front.submit(prompt(10))
+        front.wait_over()
+        end = request.logs[0].end
+        assert end is not None
+        assert end.error is not None
+        assert end.error.code == ErrorCode.INTERNAL
+        assert "device lost" in end.error.message
+        check_at_rest(engine)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path, max_num_queued_reqs=2)
+    with running as engine, FrontEnd(running.front) as front:
+        front.wait(lambda: front.hello is not None)
+        too_long = front.submit(prompt(200), max_tokens=100)
+        outside = front.submit([1, 2, VOCAB])
+        front.wait_over()
+        for request, words in (
+            (too_long, "max_tokens 100 + prompt 200 > max_model_len 256"),
+            (outside, f"prompt[2] = {VOCAB} is not a token id in 0..{VOCAB - 1}"),
+        ):
+            end = request.logs[0].end
+            assert end is not None
+            assert end.reason is FinishReason.ERROR
+            assert end.error is not None
+            assert (end.error.code, end.error.message) == (ErrorCode.INVALID_REQUEST, words)
+            assert request.rid not in front.accepted_ids
+        larger_than_the_cache = front.submit(prompt(100), max_tokens=100)
+        waiting = front.submit(prompt(5))
+        front.wait(lambda: front.accepted_ids == {larger_than_the_cache.rid, waiting.rid})
+        overload = front.submit(prompt(5))
+        front.wait(lambda: overload.over)
+        assert overload.logs[0].end is not None
+        assert overload.logs[0].end.error is not None
+        assert overload.logs[0].end.error.code == ErrorCode.OVERLOADED
+        with WorkerThread(running.workers, num_blocks=41):
+            front.wait_over()
+            check(waiting)
+            end = larger_than_the_cache.logs[0].end
+            assert end is not None
+            assert end.error is not None
+            assert "160 tokens, the size of the KV cache" in end.error.message
+            check_at_rest(engine)
+            front.wait(lambda: front.metric("vllm:request_success_total", finished_reason="error") == 4)
+
+
+def test_hang_ups_free_memory(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path, max_num_seqs=4)
+    with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        kept = front.submit(prompt(6), max_tokens=200, ignore_eos=True)
+        gone = [front.submit(prompt(6, index), max_tokens=200, ignore_eos=True) for index in range(1, 7)]
+        front.wait(lambda: len(worker.executed) > 3)
+        begin = time.monotonic()
+        for request in gone:
+            front.parent.close(request)
+            del front.all[request.rid]
+        until(lambda: len(engine.frontends.child.requests) == 1, meanwhile=front.turn)
+        until(lambda: engine.core.replicas[0].num_running <= 1, meanwhile=front.turn)
+        assert time.monotonic() - begin < 1.0
+        front.wait_over()
+        check(kept)
+        check_at_rest(engine)
+        front.wait(lambda: front.metric("vllm:request_success_total", finished_reason="abort") == 6)
+
+
+def test_a_choice_that_nobody_needs_more_of(tmp_path: Path) -> None:
+    """A stop string was found above: the tokenizer acknowledges with FINISHED."""
+    running = RunningEngine(tmp_path)
+    with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        request = front.submit(prompt(6), n=2, max_tokens=200, ignore_eos=True)
+        front.wait(lambda: len(worker.executed) > 3)
+        assert request.lower is not None
+        ids = request.rid, request.lower.attempt, request.lower.handle
+        front.link.send(Ack([AckEntry(*ids, [FINISHED, 0])]))
+        until(lambda: engine.core.replicas[0].num_running == 1)
+        front.link.send(Abort(*ids[:2]))
+        check_at_rest(engine)
+
+
+def test_a_worker_that_can_never_work(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path)
+    with FrontEnd(running.front) as front:
+        running._thread.start()
+        front.wait(lambda: front.hello is not None)
+        with WorkerThread(running.workers, error="tensor model.norm.weight is missing"):
+            until(lambda: not running._thread.is_alive(), meanwhile=front.turn)
+        front.turn()
+        assert isinstance(running.error, StartupError)
+        assert "tensor model.norm.weight is missing" in str(running.error)
+        assert front.hello is not None
+        assert "model.norm.weight" in front.hello.status
+
+
+def test_settings_that_do_not_fit(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="--max-model-len 300 is more than the model's 256 positions"):
+        RunningEngine(tmp_path, max_model_len=300)
+    with pytest.raises(StartupError, match="--max-num-batched-tokens 64 < max_model_len 256"):
+        RunningEngine(tmp_path, enable_chunked_prefill=False)
+
+
+def test_two_workers_share_the_queue(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path, max_num_seqs=2)
+    with (
+        running as engine,
+        WorkerThread(running.workers, name="a") as one,
+        WorkerThread(running.workers, name="b") as two,
+        FrontEnd(running.front) as front,
+    ):
+        front.wait(lambda: len(engine.core.replicas) == 2)
+        front.wait_ready()
+        for index in range(12):
+            front.submit(prompt(8, index), max_tokens=30, ignore_eos=True)
+        front.wait_over()
+        for request in front.all.values():
+            check(request)
+        assert one.executed
+        assert two.executed
+        for replica in engine.core.replicas:
+            assert replica.kv.pool.num_free == replica.kv.pool.num_blocks - 1
