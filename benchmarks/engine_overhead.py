@@ -57,7 +57,6 @@ MODEL = {
 PROMPT_TOKENS = 64
 NUM_BLOCKS = 140_000
 """Enough for all requests at their longest: nothing is preempted."""
-SLACK_S = 0.002
 NO_INTS = np.empty(0, np.int32)
 
 
@@ -101,9 +100,9 @@ def run_worker(folder: str, step_s: float) -> None:
                 steps.send(Ready(message.epoch, NUM_BLOCKS, 16 * 1024, "cpu", "bfloat16"))
             elif isinstance(message, Step):
                 if step_s:
-                    # A step that waited here began when the one before ended, whatever the timer's slack.
-                    begin = free_at if waited and time.monotonic() - free_at < SLACK_S else time.monotonic()
-                    free_at = begin + step_s
+                    # A step that waited here begins when the one before ended, whatever this timer's slack.
+                    now = time.monotonic()
+                    free_at = (max(free_at, now - step_s) if waited else now) + step_s
                     time.sleep(max(0.0, free_at - time.monotonic()))
                 tokens = np.full(len(message.sample), 1000 + message.number % 1000, np.int32)
                 results.send(StepResult(message.epoch, message.number, tokens, NO_INTS))

@@ -109,9 +109,7 @@ class FrontendLink:
             request.context = accepted
             self._start(accepted, [item for item in request.logs if item.end is None], bounded=True)
         except RequestError as error:
-            log.info("refused", request_id=request.rid, reason=error.message)
-            self.core.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
-            self.child.fail(request, _error_info(error))
+            self._refuse(request, error)
             return
         self.child.accept(request, len(accepted.prompt))
 
@@ -119,7 +117,10 @@ class FrontendLink:
         if isinstance(old.context, Sequence):
             self.core.end(old.context, FinishReason.ABORT)
         if isinstance(new.request.context, Request) and new.end is None:
-            self._start(new.request.context, [new], bounded=False)
+            try:
+                self._start(new.request.context, [new], bounded=False)
+            except RequestError as error:
+                self._refuse(new.request, error)
 
     def resubmitted(self, request: HopRequest) -> None:
         if isinstance(request.context, Request):
@@ -149,10 +150,8 @@ class FrontendLink:
         spec = request.spec
         assert isinstance(spec, TokenSpec)
         prompt: Int32 = np.frombuffer(spec.prompt, "<i4")
-        vocab_size = self.core.config.vocab_size
-        spec.params.validate(vocab_size)
-        if prompt.size and not 0 <= prompt.min() <= prompt.max() < vocab_size:
-            check_token_ids(prompt.tolist(), vocab_size, "prompt")
+        spec.params.validate(self.core.config.vocab_size)
+        self._check_ids(prompt, "prompt")
         self._num_requests += 1
         return Request(
             rid=request.rid,
@@ -168,11 +167,23 @@ class FrontendLink:
 
     def _start(self, request: Request, logs: list[Log], *, bounded: bool) -> None:
         generated = {item.choice: np.array(item.ids, np.int32) for item in logs}
+        for ids in generated.values():
+            self._check_ids(ids, "tokens")
         sequences = self.core.submit(request, generated, bounded=bounded)
         for item, sequence in zip(logs, sequences, strict=True):
             item.context, sequence.context = sequence, item
             if sequence.finish_reason is not None:
                 self._finish(sequence)
+
+    def _check_ids(self, ids: Int32, param: str) -> None:
+        vocab_size = self.core.config.vocab_size
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+            check_token_ids(ids.tolist(), vocab_size, param)
+
+    def _refuse(self, request: HopRequest, error: RequestError) -> None:
+        log.info("refused", request_id=request.rid, reason=error.message)
+        self.core.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
+        self.child.fail(request, _error_info(error))
 
     def _finish(self, sequence: Sequence) -> None:
         assert sequence.finish_reason is not None

@@ -128,6 +128,15 @@ class WorkerLink:
         """Send a step; if that fails the epoch is over."""
         worker = self._worker_of(replica)
         assert worker is not None
+        log.debug(
+            "step",
+            worker=worker.name,
+            epoch=step.epoch.counter,
+            step=step.number,
+            new=[init.rid for init in step.new],
+            prefills=len(step.prefill),
+            decodes=len(step.decode),
+        )
         if len(replica.window) == 1:
             worker.progress_at = self._clock()
         if not self.listener.send(worker.name + STEPS, step):

@@ -96,7 +96,7 @@ class ModelRunner:
             StepError: an index in the step is out of range; nothing was changed.
         """
         started = time.perf_counter()
-        check_step(step, self.state, self.cache.num_blocks, self.config.vocab_size)
+        check_step(step, self.state, self.tables, self.cache.num_blocks, self.config.vocab_size)
         self._update(step)
         inputs = self._gather(step)
         tokens = torch.empty(0, dtype=torch.int64, device=self.device)

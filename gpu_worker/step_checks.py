@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from gpu_worker.block_tables import BlockTables
 from gpu_worker.request_state import RequestState
 from shared.messages import Int32, Step
 
@@ -13,7 +14,7 @@ class StepError(Exception):
     """A Step that cannot be run; the text names what is wrong in it."""
 
 
-def check_step(step: Step, state: RequestState, num_blocks: int, vocab_size: int) -> None:
+def check_step(step: Step, state: RequestState, tables: BlockTables, num_blocks: int, vocab_size: int) -> None:
     """Check the slots, blocks, ids and rows of ``step`` against the state before it.
 
     Raises:
@@ -26,6 +27,7 @@ def check_step(step: Step, state: RequestState, num_blocks: int, vocab_size: int
     _check_new(step, state, vocab_size, active, lengths)
     _check_range("slot of a block", step.blocks[:, 0], 0, state.num_slots)
     _check_range("block", step.blocks[:, 1], 0, num_blocks)
+    _check_room(step, tables)
     _check_range("copied block", step.copies, 0, num_blocks)
     for name, slots in (("prefill", step.prefill[:, 0]), ("decode", step.decode), ("sample", step.sample[:, 1])):
         _check_range(f"slot of a {name} row", slots, 0, state.num_slots)
@@ -67,6 +69,15 @@ def _check_new(
     if total != len(step.new_tokens):
         raise StepError(f"the new requests have {total} tokens, but {len(step.new_tokens)} ids came")
     _check_range("token id", step.new_tokens, 0, vocab_size)
+
+
+def _check_room(step: Step, tables: BlockTables) -> None:
+    counts = tables.counts.copy()
+    counts[step.released] = 0
+    np.add.at(counts, step.blocks[:, 0], 1)
+    full = np.flatnonzero(counts > tables.tensor.shape[1])
+    if len(full):
+        raise StepError(f"slot {full[0]} has no room for another block in its table")
 
 
 def _check_range(what: str, values: Int32, low: int, high: int) -> None:

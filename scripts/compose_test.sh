@@ -82,8 +82,9 @@ copy_libraries() {
     local root=$1 library; shift
     {
         ldd "$@" 2>/dev/null | sed -n 's/.* => \(\/[^ ]*\).*/\1/p'
-        # Wheels with C++ inside load these, and getaddrinfo loads the last.
-        ldconfig -p | grep -E 'x86-64|AArch64' | grep -oE '/\S*/(libstdc\+\+\.so\.6|libgcc_s\.so\.1|libz\.so\.1|libnss_dns\.so\.2)$'
+        # What manylinux wheels may expect of a system (PEP 599), and what getaddrinfo loads.
+        ldconfig -p | grep -E 'x86-64|AArch64' | grep -oE \
+            '/\S*/lib(c|m|dl|rt|util|pthread|resolv|z|gcc_s|stdc\+\+|nss_dns|nss_files)\.so\.[0-9]+$'
         ldd /bin/sh | grep -oE '/\S*ld-linux\S+'
     } | grep -v "^$root" | sort -u | while read -r library; do
         case $library in
@@ -134,7 +135,8 @@ build_images() {
     done
 }
 
-compose() { "$WORK/compose/bin/docker-compose" --project-directory "$here" -f "$here/docker-compose.yml" "$@"; }
+# The binary itself: the package's wrapper loses its exit status.
+compose() { "$WORK"/compose/lib/python*/site-packages/compose/docker-compose --project-directory "$here" -f "$here/docker-compose.yml" "$@"; }
 
 ask() {
     local base=$1 answer
@@ -178,7 +180,7 @@ inside() {
     ip link set lo up
     # Without limits of podman's own: sandboxes often forbid its default of a million open files.
     printf '[containers]\ndefault_ulimits = []\n' >"$WORK/containers.conf"
-    export CONTAINERS_CONF="$WORK/containers.conf"
+    export CONTAINERS_CONF="$WORK/containers.conf" DOCKER_CONFIG="$WORK/docker" TMPDIR="$WORK/tmp"
     set_podman
     build_images
     "${podman[@]}" system service --time=0 "unix://$WORK/podman.sock" 2>"$WORK/podman.log" &
@@ -197,10 +199,14 @@ inside() {
     ask http://127.0.0.1:8000
     healthy
     say "docker compose up --scale tokenizer_service=2"
-    compose up -d --no-build --scale tokenizer_service=2 || fail "docker compose up --scale"
-    wait_ready http://127.0.0.1:8000
-    for _ in 1 2 3 4; do ask http://127.0.0.1:8000; done
+    # Compose takes podman's image ids for changed ones; without --no-recreate it would replace what runs.
+    compose up -d --no-build --no-recreate --scale tokenizer_service=2 || fail "docker compose up --scale"
     healthy
+    ask http://127.0.0.1:8000
+    say "the new tokenizer alone"
+    pod stop -t 20 headrace-tokenizer_service-1 >/dev/null
+    wait_ready http://127.0.0.1:8000
+    ask http://127.0.0.1:8000
     say "docker compose down"
     compose down -v
     [ -z "$(pod ps -aq)" ] || fail "containers are left: $(pod ps -a)"

@@ -128,7 +128,9 @@ class _Socket:
 
     def _transmit(self, frames: list[bytes]) -> bool:
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            for frame in frames[:-1]:
+                self._socket.send(frame, _NOBLOCK_MORE)
+            self._socket.send(frames[-1], _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -301,6 +303,9 @@ class Connector(_Socket):
                 return received
         return None
 
+
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As plain numbers: ``send_multipart`` combines its enum flags anew for each frame, which costs as much as the send."""
 
 Link: TypeAlias = Listener | Connector
 

@@ -29,7 +29,7 @@ class GatedMLP:
         gate_up = self.gate_up(x)
         if self.undivided_rows is None or len(x) <= self.undivided_rows:
             return self.down(_activate(gate_up))
-        return self.down(torch.cat([_activate(rows) for rows in gate_up.split(self.undivided_rows)]))
+        return self.down(torch.cat([_activate(rows) for rows in torch.split(gate_up, self.undivided_rows)]))
 
 
 def _activate(gate_up: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,8 @@ class DummyWeights:
 
         if "norm" in name:
             return torch.ones(shape)
-        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(name.encode()))
+        # torch's generator for the CPU looks at 32 bits of its seed.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         return torch.empty(shape).normal_(0.0, DEVIATION, generator=generator)
 
     def close(self) -> None:

@@ -323,11 +323,12 @@ class Parent:
             lower.resync_at = now
             child.demands[request] = None
 
-    def _acknowledge_ends(self, growths: Sequence[Growth]) -> None:
+    def _acknowledge_ends(self, growths: Iterable[Growth]) -> None:
         """Acknowledge logs that have ended, and forget requests that are over."""
-        for log, _ in growths:
+        ended = [log for log, _ in growths if log.end is not None]
+        for log in ended:
             request = log.request
-            if log.end is None or self.requests.get(request.rid) is not request:
+            if self.requests.get(request.rid) is not request:
                 continue
             lower = lower_of(request)
             if request.failed:
@@ -336,8 +337,8 @@ class Parent:
             elif lower.child is not None:
                 lower.child.acks.extend((lower.handle, log.choice, FINISHED))
         # Only now: several choices of a request may end in one delta, and each is acknowledged.
-        for log, _ in growths:
-            if log.request.over and self.requests.get(log.request.rid) is log.request:
+        for log in ended:
+            if log.request.over:
                 self._forget(log.request)
 
     def _on_held(self, child: ChildLink, message: Held) -> None:

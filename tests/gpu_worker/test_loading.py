@@ -7,7 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
@@ -225,7 +225,7 @@ def write_gguf(path: Path, folder: Path, kinds: dict[str, Quant], default: Quant
 
 
 class TestGguf:
-    KINDS = {
+    KINDS: ClassVar[dict[str, Quant]] = {
         "attn_q.weight": Quant.Q8_0,
         "attn_k.weight": Quant.Q4_1,
         "attn_v.weight": Quant.Q5_0,

@@ -77,6 +77,10 @@ class Crash(Exception):
 class Process:
     """Base: a name, a life and an own clock."""
 
+    below = None
+    """The lower side, of those that have one."""
+    children = "E"
+
     def __init__(self, world, name):
         self.world, self.name, self.boot, self.now = world, name, world.new_boot(), 0
 
@@ -93,6 +97,13 @@ class Process:
     def send_up(self, identity, message):
         return self.world.send(self, identity, self.name, message)
 
+    def find_children(self, rng=None):
+        """Ask DNS, which for a while may not know all of them."""
+        parent, names = self.below, self.world.names[self.children]
+        if parent is not None:
+            parent.set_children(names if rng is None else rng.sample(names, rng.randint(0, len(names))))
+            self.world.count["dns changes"] += rng is not None
+
 
 @dataclass(eq=False)
 class Stream:
@@ -106,9 +117,11 @@ class Stream:
 
 
 class Gateway(Process):
+    children = "T"
+
     def __init__(self, world, name):
         super().__init__(world, name)
-        self.parent = Parent(
+        self.below = self.parent = Parent(
             send=self.send_down,
             clock=self.clock,
             timers=TIMERS,
@@ -179,6 +192,7 @@ class Tokenizer(Process):
             events=self,
             engines=world.names["E"],
         )
+        self.below = self.relay.parent
         self.encoding = []
 
     def receive(self, src, boot, message):
@@ -378,7 +392,9 @@ class World:
         self.loss = rng.choice([0, 0.02, 0.08])
         self.fault = rng.choice([0, 0.005, 0.02, 0.05])
         self.until = rng.choice([150, 300, 500])
-        self.faults = rng.choice([["crash", "stop", "cut"], ["crash", "stop", "stop"], ["crash"], ["stop", "cut"]])
+        self.faults = rng.choice(
+            [["crash", "stop", "cut"], ["crash", "stop", "stop"], ["crash"], ["stop", "cut"], ["dns", "crash", "stop"]]
+        )
         for name in [*self.names["G"], *self.names["T"], *self.names["E"]]:
             self.processes[name] = KINDS[name[0]](self, name)
         self.clients = [self.new_client(i, seed) for i in range(rng.randint(3, 8))]
@@ -439,6 +455,8 @@ class World:
             what = rng.choice(self.faults)
             if what == "crash":
                 self.crash(name)
+            elif what == "dns":
+                self.processes[name].find_children(rng)
             elif what == "stop":
                 self.stopped[name] = self.t + rng.choice([5, 40, 60, 100, 300])
                 self.count["stops"] += 1
@@ -456,6 +474,9 @@ class World:
             if at <= self.t:
                 del self.restart_at[name]
                 self.processes[name] = KINDS[name[0]](self, name)
+        if self.t == self.until:
+            for process in self.processes.values():
+                process.find_children()
         limit = self.until + 300
         self.stopped = {name: at for name, at in self.stopped.items() if self.t < min(at, limit)}
         for client in self.clients:

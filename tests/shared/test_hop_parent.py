@@ -159,6 +159,14 @@ def test_an_ended_choice_is_acknowledged_at_once_and_a_request_that_is_over_forg
     assert owner.parent.requests == {}
 
 
+def test_two_choices_that_end_in_one_delta_are_both_acknowledged(owner):
+    owner.open(n=2)
+    owner.take()
+    owner.delta([[1, 0, 0, 1], [1, 1, 0, 0]], [4], [(0, STOP, ""), (1, STOP, "")])
+    assert owner.take(AckRows)[0].rows.tolist() == [[1, 0, FINISHED], [1, 1, FINISHED]]
+    assert owner.parent.requests == {}
+
+
 def test_a_failed_choice_ends_the_request(owner):
     owner.open(n=2)
     owner.take()
