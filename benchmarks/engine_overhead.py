@@ -106,6 +106,7 @@ def run_worker(folder: str, step_s: float) -> None:
                     time.sleep(max(0.0, free_at - time.monotonic()))
                 tokens = np.full(len(message.sample), 1000 + message.number % 1000, np.int32)
                 results.send(StepResult(message.epoch, message.number, tokens, NO_INTS))
+                waited = True
         if time.monotonic() - beat > 1.0:
             beat = time.monotonic()
             steps.send(hello("gpu_worker"))

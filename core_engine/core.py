@@ -125,6 +125,12 @@ class EngineCore:
             self.waiting.remove(sequence)
         self._ended(sequence, reason)
 
+    def rename(self, sequence: Sequence, handle: int) -> None:
+        """The front end has submitted the request again, under another handle."""
+        sequence.handle = handle
+        if sequence.slot is not None:
+            self._replica_of(sequence).slots.handle[sequence.slot] = handle
+
     def rest(self, sequence: Sequence, resting: bool) -> None:
         """Take a sequence off its worker, or out of the queue, until it is called back."""
         if sequence.finish_reason is not None or sequence.resting == resting:

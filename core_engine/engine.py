@@ -14,6 +14,7 @@ from core_engine.core import EngineCore
 from core_engine.engine_config import load_engine_config, scheduler_for
 from core_engine.frontend_link import FrontendLink
 from core_engine.replica import Replica
+from core_engine.settle import Settled
 from core_engine.step_record import StepLog
 from core_engine.worker_link import WorkerLink
 from shared.config import Settings
@@ -77,6 +78,7 @@ class Engine:
         self._poller = Poller()
         self._poller.register(self.workers.listener)
         self._poller.register(self.frontends.listener)
+        self._settled: list[Settled] = []
         self._tick_s = settings.beat_s / TICKS_PER_BEAT
         self._tick_due = 0.0
         self._heartbeat = Heartbeat()
@@ -109,18 +111,29 @@ class Engine:
         if self.frontends.listener in ready:
             self.frontends.drain()
         if self.workers.listener in ready:
-            for replica, result in self.workers.drain():
-                if replica in self.core.replicas:
-                    try:
-                        self.frontends.deliver(self.core.settle(replica, result))
-                    except ProtocolError as error:
-                        self.workers.fail(replica, error)
+            self._settle()
         for replica in list(self.core.replicas):
             while replica in self.core.replicas and (step := self.plan(replica)) is not None:
                 self.workers.send(replica, step)
+        self._deliver()
         self.frontends.flush()
         if self._clock() >= self._tick_due:
             self._tick()
+
+    def _settle(self) -> None:
+        """Apply the results that have arrived; what cannot be applied ends its epoch."""
+        for replica, result in self.workers.drain():
+            if replica in self.core.replicas:
+                try:
+                    self._settled.append(self.core.settle(replica, result))
+                except ProtocolError as error:
+                    self.workers.fail(replica, error)
+
+    def _deliver(self) -> None:
+        """Send what was settled: after the next steps, so that workers wait for no front end."""
+        for settled in self._settled:
+            self.frontends.deliver(settled)
+        self._settled.clear()
 
     def plan(self, replica: Replica) -> Step | None:
         return self.core.plan(replica)
@@ -157,12 +170,14 @@ class Engine:
         )
         _set_garbage_apart()
         self._describe(name, ready)
+        self._deliver()
         for sequence, error in refused:
             self.frontends.fail(sequence, error)
         self.frontends.announce()
         return self.core.replicas[-1]
 
     def _end_epoch(self, replica: Replica, reason: str) -> None:
+        self._deliver()
         for sequence in self.core.end_epoch(replica):
             words = f"the worker failed again and again while it computed this request: {reason}"
             self.frontends.fail(sequence, RequestError(words, code=ErrorCode.INTERNAL))

@@ -12,7 +12,7 @@ from core_engine.metrics import kv_usage
 from core_engine.request import Request, Sequence, stop_ids_of
 from core_engine.settle import Settled
 from shared.errors import ErrorCode, RequestError
-from shared.hop import ENGINE, Child, Log, RunningClock, Timers
+from shared.hop import ENGINE, EngineChild, Log, RunningClock, Timers
 from shared.hop import Request as HopRequest
 from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, TokenSpec
 from shared.sampling import check_token_ids
@@ -55,7 +55,7 @@ class FrontendLink:
         self._load: Load | None = None
         self._load_due = 0.0
         self._beat_due = 0.0
-        self.child = Child(
+        self.child = EngineChild(
             send=listener.send, clock=clock, timers=timers, events=self, role=ENGINE, recompute=recompute
         )
 
@@ -73,8 +73,9 @@ class FrontendLink:
                 self.child.receive(received.peer, received.boot, received.message)
 
     def deliver(self, settled: Settled) -> None:
-        """Write what a step gave into the logs; ``flush`` sends it."""
-        self.child.append_step([sequence.context for sequence in settled.sequences], settled.tokens.tolist())
+        """Write what a step gave into the logs, and send it; ``flush`` sends what is left."""
+        logs = [sequence.context for sequence in settled.sequences]
+        self.child.append_rows(logs, settled.rows, settled.tokens)
         for sequence in settled.finished:
             self._finish(sequence)
 
@@ -123,6 +124,9 @@ class FrontendLink:
                 self._refuse(new.request, error)
 
     def resubmitted(self, request: HopRequest) -> None:
+        for item in request.logs:
+            if isinstance(item.context, Sequence):
+                self.core.rename(item.context, item.handle)
         if isinstance(request.context, Request):
             self.child.accept(request, len(request.context.prompt))
 
@@ -171,7 +175,7 @@ class FrontendLink:
             self._check_ids(ids, "tokens")
         sequences = self.core.submit(request, generated, bounded=bounded)
         for item, sequence in zip(logs, sequences, strict=True):
-            item.context, sequence.context = sequence, item
+            item.context, sequence.context, sequence.handle = sequence, item, item.handle
             if sequence.finish_reason is not None:
                 self._finish(sequence)
 
@@ -200,8 +204,12 @@ class FrontendLink:
     # -- signs of life ---------------------------------------------------------------------------------------------
 
     def _on_hello(self, peer: str, hello: Hello) -> None:
+        reply = self._make_hello(hello)
+        refusal = reply.refusal or hello.refusal
+        if refusal is not None:
+            log.error("front end refused", peer=peer, reason=refusal)
         self._peers[peer] = self._clock()
-        self.listener.send(peer, self._make_hello(hello))
+        self.listener.send(peer, reply)
         if self._load is not None:
             self.listener.send(peer, self._load)
 

@@ -64,6 +64,14 @@ class KVCacheManager:
         sequence.num_hashed = len(hits)
         return num_cached
 
+    def is_being_computed(self, sequence: Sequence) -> bool:
+        """Whether another choice of the request is at work on prompt blocks that this one could share."""
+        full = (sequence.prompt_len - 1) // self.block_size
+        return any(
+            sibling.slot is not None and sibling.exit is None and sibling.num_hashed < full
+            for sibling in sequence.request.sequences
+        )
+
     def append(self, sequence: Sequence) -> Block:
         """One more block for a running sequence.
 

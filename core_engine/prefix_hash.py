@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-DIGEST_BYTES = 32
-
 
 def root_digest(salt: str = "") -> bytes:
     """The parent of a sequence's first block. A salt goes in here and so reaches every digest of the chain.

@@ -20,13 +20,6 @@ class WaitingQueue(Protocol):
     def push(self, sequence: Sequence) -> None:
         """Add a new or a preempted sequence; a preempted one takes its old place again."""
 
-    def first(self) -> Sequence:
-        """The next one to admit.
-
-        Raises:
-            IndexError: nothing waits.
-        """
-
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that is admitted or aborted.
 
@@ -49,9 +42,6 @@ class FirstComeFirstServed:
 
     def push(self, sequence: Sequence) -> None:
         bisect.insort(self._sequences, sequence, key=_arrival)
-
-    def first(self) -> Sequence:
-        return self._sequences[0]
 
     def remove(self, sequence: Sequence) -> None:
         index = bisect.bisect_left(self._sequences, sequence.arrival, key=_arrival)

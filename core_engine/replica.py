@@ -30,7 +30,6 @@ class StepInFlight:
     """Prefill rows: the sequence, and its tokens whose KV is written after the step."""
     num_tokens: int
     """Tokens that it computes."""
-    sent_at: float
 
 
 class Replica:
@@ -128,7 +127,10 @@ class Replica:
         self.window.clear()
         self.slots.inflight[:] = 0
         for sequence in self.slots.occupied():
-            self.request_exit(sequence, Exit.PREEMPT) if sequence.exit is None else self.drained(sequence)
+            if sequence.exit is None:
+                self.request_exit(sequence, Exit.PREEMPT)
+            else:
+                self.drained(sequence)
 
     def going(self) -> list[Sequence]:
         """Sequences whose blocks come back without anybody's doing: they leave, or their last token is in flight."""

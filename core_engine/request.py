@@ -65,6 +65,7 @@ class Sequence:
         "exit",
         "finish_reason",
         "first_token_at",
+        "handle",
         "limit",
         "num_generated",
         "num_hashed",
@@ -109,6 +110,8 @@ class Sequence:
         """Failures of a worker in a row that it was aboard."""
         self.struck_at = 0
         """Tokens that it had at the last of them."""
+        self.handle = 0
+        """What the front end calls the request at present."""
         self.context: Any = None
         """The front end's log of its output."""
         self.scheduled_at: float | None = None

@@ -163,8 +163,10 @@ class Scheduler:
         partial += len(replica.prefilling) - len(draft.prefills)
         num_active = int(slots.decoding.sum()) + len(replica.prefilling)
         share = self._share(replica, budget)
-        while self.waiting and budget > 0 and num_active < config.max_num_seqs and slots.num_free:
-            sequence = self.waiting.first()
+        while budget > 0 and num_active < config.max_num_seqs and slots.num_free:
+            sequence = self._next_waiting(replica)
+            if sequence is None:
+                return
             may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
             reserve = self.admission.reserve(replica, sequence)
             if reserve >= replica.kv.pool.num_free:
@@ -179,6 +181,12 @@ class Scheduler:
             partial += count < missing
             budget -= count
             num_active += 1
+
+    def _next_waiting(self, replica: Replica) -> Sequence | None:
+        """The first that need not wait for another choice of its request, whose prompt it will find in the cache."""
+        if not replica.kv.enable_prefix_caching:
+            return next(iter(self.waiting), None)
+        return next((sequence for sequence in self.waiting if not replica.kv.is_being_computed(sequence)), None)
 
     def _place(self, replica: Replica, draft: _Draft, sequence: Sequence, num_cached: int) -> None:
         self.waiting.remove(sequence)
@@ -234,7 +242,7 @@ class Scheduler:
         )
         ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence, _ in draft.prefills]
         num_tokens = sum(count for _, count in draft.prefills) + len(decode)
-        replica.window.append(StepInFlight(step.number, rows, sampled, ends, num_tokens, self._clock()))
+        replica.window.append(StepInFlight(step.number, rows, sampled, ends, num_tokens))
         if self._recorder is not None:
             self._recorder(_record(replica, draft, decode))
         replica.released, replica.finished, replica.preempted = [], [], []

@@ -18,6 +18,8 @@ class Settled:
 
     sequences: list[Sequence]
     """[k]"""
+    rows: Int32
+    """[k, 4] as in ``TokenDelta``: handle, choice, tokens that were generated before, 1."""
     tokens: Int32
     """[k]"""
     finished: list[Sequence]
@@ -72,8 +74,13 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     for slot in sampled[before % kv.block_size == 0].tolist():
         kv.commit(slots.sequence_at(slot), slots.tokens[slot], int(slots.num_tokens[slot]) - 1)
 
+    rows = np.ones((len(sampled), 4), np.int32)
+    rows[:, 0] = slots.handle[sampled]
+    rows[:, 1] = slots.choice[sampled]
+    rows[:, 2] = before - slots.prompt_len[sampled]
     settled = Settled(
         sequences=slots.sequences[sampled].tolist(),
+        rows=rows,
         tokens=tokens,
         finished=[],
     )

@@ -28,6 +28,9 @@ class SlotTable:
     def __init__(self, num_slots: int, max_model_len: int) -> None:
         self.num_slots = num_slots
         self.tokens = np.zeros((num_slots, max_model_len), np.int32)
+        self.handle = np.zeros(num_slots, np.int32)
+        self.choice = np.zeros(num_slots, np.int32)
+        self.prompt_len = np.zeros(num_slots, np.int64)
         self.num_tokens = np.zeros(num_slots, np.int64)
         self.num_computed = np.zeros(num_slots, np.int64)
         self.capacity = np.zeros(num_slots, np.int64)
@@ -63,6 +66,9 @@ class SlotTable:
         self.sequences[slot] = sequence
         length = len(sequence.tokens)
         self.tokens[slot, :length] = sequence.tokens
+        self.handle[slot] = sequence.handle
+        self.choice[slot] = sequence.choice
+        self.prompt_len[slot] = sequence.prompt_len
         self.num_tokens[slot] = length
         self.num_computed[slot] = num_computed
         self.capacity[slot] = capacity
@@ -77,7 +83,7 @@ class SlotTable:
         sequence.tokens = self.tokens[slot, : self.num_tokens[slot]].copy()
         sequence.slot = None
         self.sequences[slot] = None
-        for column in (self.num_tokens, self.num_computed, self.capacity, self.limit):
+        for column in (self.prompt_len, self.num_tokens, self.num_computed, self.capacity, self.limit):
             column[slot] = 0
         for flag in (self.decoding, self.leaving, self.ended):
             flag[slot] = False

@@ -176,9 +176,10 @@ class WorkerLink:
         reply = self._make_hello(hello)
         self.listener.send(peer, reply)
         name = peer.removesuffix(STEPS)
-        if name == peer or reply.refusal is not None:
-            if reply.refusal is not None:
-                log.error("worker refused", worker=peer, reason=reply.refusal)
+        refusal = reply.refusal or hello.refusal
+        if refusal is not None:
+            log.error("worker refused", worker=peer, reason=refusal)
+        if refusal is not None or name == peer:
             return
         worker, now = self.workers.get(name), self._clock()
         if worker is None:

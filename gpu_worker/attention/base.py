@@ -71,9 +71,9 @@ class AttentionBackend(Protocol):
         """Causal attention over each span's context.
 
         Args:
-            query: [tokens, num_heads * head_dim], may be strided.
+            query: [tokens, num_heads, head_dim] float32; may be strided.
             window: positions that a token sees, itself included; None: all before it.
 
         Returns:
-            [tokens, num_heads * head_dim], of the query's dtype.
+            [tokens, num_heads * head_dim], of the cache's dtype.
         """

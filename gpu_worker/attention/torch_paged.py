@@ -32,12 +32,14 @@ TILE = 128
 """Query tokens of a tile at most."""
 SCORE_BYTES = 32 * 2**20
 """Size of one product's scores at most."""
+GATHER_BYTES = 3 * 2**20
+"""Size of the gathered context of a decode batch at most, unless one span alone is larger: it should stay in cache."""
 MASKED = float("-inf")
 
 
 @dataclasses.dataclass(slots=True)
 class Tile:
-    """Query tokens ``first`` to ``last`` of the step (relative to their group) and the context that they see."""
+    """Query tokens ``first`` to ``last`` of a group and the context that they see."""
 
     first: int
     last: int
@@ -55,12 +57,12 @@ class Group:
     num_spans: int
     padded: int
     """Context of the gathered tensors."""
-    rows: torch.Tensor | None
-    """[spans] token rows of a decode batch; None: the tokens ``start`` to ``start + count``."""
-    start: int
-    count: int
+    rows: slice | torch.Tensor
+    """Its tokens among those of the step."""
+    is_decode: bool
+    """One query token for each span; else all tokens are of one span."""
     positions: torch.Tensor
-    """[spans or count] int64."""
+    """[tokens] int64."""
     tiles: dict[int | None, list[Tile]]
     """By window."""
 
@@ -99,14 +101,32 @@ class TorchPagedAttention:
         blocks, offsets = slot_mapping // size, slot_mapping % size
         write_rows = ((blocks[:, None] * len(self._kv_heads) + self._kv_heads) * size + offsets[:, None]).view(-1)
         groups = []
-        for batch in _decode_batches(spans, size):
-            rows = torch.from_numpy(starts[batch]).to(self.device)
-            groups.append(self._group(spans, batch, block_tables, positions[rows], rows, 0, len(batch)))
+        for batch in self._decode_batches(spans):
+            first, last = int(starts[batch[0]]), int(starts[batch[-1]])
+            in_a_row = last - first == len(batch) - 1
+            rows = slice(first, last + 1) if in_a_row else torch.from_numpy(starts[batch]).to(self.device)
+            groups.append(self._group(spans, batch, block_tables, positions, rows, is_decode=True))
         for index in np.flatnonzero(spans.counts > 1):
-            start, count = int(starts[index]), int(spans.counts[index])
-            own = positions[start : start + count]
-            groups.append(self._group(spans, np.array([index]), block_tables, own, None, start, count))
+            rows = slice(int(starts[index]), int(starts[index] + spans.counts[index]))
+            groups.append(self._group(spans, np.array([index]), block_tables, positions, rows, is_decode=False))
         return Metadata(write_rows, groups)
+
+    def _decode_batches(self, spans: Spans) -> list[Int64]:
+        """The spans of one token, so that none is padded to much more than twice its context, in batches that stay in
+        the cache."""
+        single = np.flatnonzero(spans.counts == 1)
+        if not len(single):
+            return []
+        shape = self.shape
+        blocks = -(-spans.contexts[single] // shape.block_size)
+        buckets = np.ceil(np.log2(np.maximum(blocks, 16))).astype(np.int64)
+        batches: list[Int64] = []
+        for bucket in np.unique(buckets):
+            members = single[buckets == bucket]
+            context = int(blocks[buckets == bucket].max()) * shape.block_size
+            at_most = max(1, GATHER_BYTES // (2 * shape.num_kv_heads * context * shape.head_dim * 4))
+            batches += np.array_split(members, -(-len(members) // at_most))
+        return batches
 
     def _group(
         self,
@@ -114,9 +134,9 @@ class TorchPagedAttention:
         batch: Int64,
         block_tables: torch.Tensor,
         positions: torch.Tensor,
-        rows: torch.Tensor | None,
-        start: int,
-        count: int,
+        rows: slice | torch.Tensor,
+        *,
+        is_decode: bool,
     ) -> Group:
         size, multiple = self.shape.block_size, self._block_multiple
         num_blocks = -(-int(spans.contexts[batch].max()) // size)
@@ -128,34 +148,28 @@ class TorchPagedAttention:
             table = F.pad(table, (0, num_blocks - width))
         heads = self._kv_heads.view(2, 1, -1, 1)
         gather = (table[None, :, None, :] * len(self._kv_heads) + heads).reshape(-1)
-        return Group(gather, len(batch), num_blocks * size, rows, start, count, positions, {})
+        return Group(gather, len(batch), num_blocks * size, rows, is_decode, positions[rows], {})
 
     def _tiles(self, group: Group, window: int | None) -> list[Tile]:
         """The tiles of a group, made when the first layer with this window asks."""
         tiles = group.tiles.get(window)
         if tiles is None:
-            tiles = self._decode_tile(group, window) if group.rows is not None else self._span_tiles(group, window)
+            tiles = [self._decode_tile(group, window)] if group.is_decode else self._span_tiles(group, window)
             group.tiles[window] = tiles
         return tiles
 
-    def _decode_tile(self, group: Group, window: int | None) -> list[Tile]:
+    def _decode_tile(self, group: Group, window: int | None) -> Tile:
         mask = self._mask(group.positions, group.padded, window)
-        mask = mask.repeat_interleave(self.shape.num_kv_heads, 0)[:, None, :]
-        return [Tile(0, group.count, group.padded, mask)]
+        return Tile(0, group.num_spans, group.padded, mask.repeat_interleave(self.shape.num_kv_heads, 0)[:, None, :])
 
     def _span_tiles(self, group: Group, window: int | None) -> list[Tile]:
-        shape, tiles, first = self.shape, [], 0
-        row_bytes = 4 * shape.num_heads * group.padded
-        step = max(1, min(TILE, SCORE_BYTES // row_bytes))
-        end = int(group.count)
-        context_end = group.padded
-        first_position = int(group.positions[0])
-        while first < end:
-            last = min(first + step, end)
-            context = min(context_end, -(-(first_position + last) // LANES) * LANES)
+        tiles, count, start = [], len(group.positions), int(group.positions[0])
+        step = max(1, min(TILE, SCORE_BYTES // (4 * self.shape.num_heads * group.padded)))
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            context = min(group.padded, -(-(start + last) // LANES) * LANES)
             mask = self._mask(group.positions[first:last], context, window)
             tiles.append(Tile(first, last, context, mask.repeat_interleave(self.group_size, 0)[None]))
-            first = last
         return tiles
 
     def _mask(self, positions: torch.Tensor, context: int, window: int | None) -> torch.Tensor:
@@ -175,25 +189,27 @@ class TorchPagedAttention:
         self, query: torch.Tensor, cache: torch.Tensor, metadata: Metadata, scale: float, window: int | None
     ) -> torch.Tensor:
         shape = self.shape
-        heads = query.view(-1, shape.num_kv_heads, self.group_size, shape.head_dim)
-        output = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        heads = query.reshape(-1, shape.num_kv_heads, self.group_size, shape.head_dim)
+        output = torch.empty(heads.shape, dtype=cache.dtype, device=cache.device)
         block_rows = cache.view(-1, shape.block_size * shape.head_dim)
         for group in metadata.groups:
             gathered = block_rows.index_select(0, group.gather).float()
             keys, values = gathered.view(2, group.num_spans * shape.num_kv_heads, group.padded, shape.head_dim)
-            for tile in self._tiles(group, window):
-                if group.rows is not None:
-                    output[group.rows] = self._decode(heads[group.rows], keys, values, tile, scale).to(query.dtype)
-                else:
-                    first, last = group.start + tile.first, group.start + tile.last
-                    output[first:last] = self._span(heads[first:last], keys, values, tile, scale)
+            queries, tiles = heads[group.rows], self._tiles(group, window)
+            if group.is_decode:
+                output[group.rows] = self._decode(queries, keys, values, tiles[0], scale).to(output.dtype)
+                continue
+            results = output[group.rows]
+            for tile in tiles:
+                some = slice(tile.first, tile.last)
+                results[some] = self._span(queries[some], keys, values, tile, scale)
         return output.view(len(query), -1)
 
     def _decode(
         self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
     ) -> torch.Tensor:
         """[spans, kv_heads, group, head_dim] of one query token each."""
-        query = heads.reshape(-1, self.group_size, self.shape.head_dim).float()
+        query = heads.reshape(-1, self.group_size, self.shape.head_dim)
         return self._padded_attend(query, keys, values, tile.mask, scale).view(heads.shape)
 
     def _span(
@@ -201,7 +217,7 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """[tokens, kv_heads, group, head_dim] of consecutive tokens of one span."""
         tokens, kv_heads, group, head_dim = heads.shape
-        query = heads.transpose(0, 1).reshape(kv_heads, tokens * group, head_dim).float()
+        query = heads.transpose(0, 1).reshape(kv_heads, tokens * group, head_dim)
         output = self._padded_attend(query, keys[:, : tile.context], values[:, : tile.context], tile.mask, scale)
         return output.view(kv_heads, tokens, group, head_dim).transpose(0, 1)
 
@@ -229,13 +245,3 @@ def _attend(
     for start in range(SLICE, context, SLICE):
         output += torch.bmm(probabilities[:, :, start : start + SLICE], values[:, start : start + SLICE])
     return output
-
-
-def _decode_batches(spans: Spans, block_size: int) -> list[Int64]:
-    """The spans of one token, grouped so that none is padded to much more than twice its context."""
-    single = np.flatnonzero(spans.counts == 1)
-    if not len(single):
-        return []
-    blocks = -(-spans.contexts[single] // block_size)
-    buckets = np.ceil(np.log2(np.maximum(blocks, 16))).astype(np.int64)
-    return [single[buckets == bucket] for bucket in np.unique(buckets)]

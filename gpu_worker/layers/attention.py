@@ -34,7 +34,7 @@ class Attention:
     ) -> None:
         self.backend, self.index, self.qkv, self.output = backend, index, qkv, output
         self.head_norm, self.window = head_norm, window
-        self.head_dim = config.head_dim
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.rotated_heads = config.num_heads + config.num_kv_heads
         self.query_size = config.num_heads * config.head_dim
         self.rotated_size = self.rotated_heads * config.head_dim
@@ -47,8 +47,9 @@ class Attention:
         exact = heads.float()
         if self.head_norm is not None:
             exact = self.head_norm(exact)
-        heads.copy_(apply_rotary(exact, context.cos, context.sin))
+        rotated = apply_rotary(exact, context.cos, context.sin)
+        query, keys = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        heads[:, self.num_heads :].copy_(keys)
         cache = context.kv_cache[self.index]
         self.backend.write(cache, qkv[:, self.query_size :], context.attention)
-        query = qkv[:, : self.query_size]
         return self.output(self.backend.attend(query, cache, context.attention, self.scale, self.window))

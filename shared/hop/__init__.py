@@ -8,6 +8,7 @@
 """
 
 from shared.hop.child import ENGINE, TOKENIZER, Child, ChildEvents, ChildRole
+from shared.hop.engine_child import EngineChild
 from shared.hop.intake import Growth
 from shared.hop.log import Log, digest
 from shared.hop.parent import Parent, ParentEvents
@@ -22,6 +23,7 @@ __all__ = [
     "Child",
     "ChildEvents",
     "ChildRole",
+    "EngineChild",
     "Growth",
     "Log",
     "Parent",

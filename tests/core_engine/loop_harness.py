@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,8 @@ class WorkerThread:
         self.deaf = False
         self.failures = 0
         """Steps in which it will fail."""
+        self.errands: deque[Callable[[], Any]] = deque()
+        """What the thread that owns the sockets is to do."""
         self.executed: list[Step] = []
         self.epochs: list[Any] = []
         self.broken: BaseException | None = None
@@ -148,6 +151,8 @@ class WorkerThread:
             if now - beat > BEAT_S and self.steps.send(hello("gpu_worker", self._name)):
                 self.results.send(hello("gpu_worker", self._name))
                 beat = now
+            while self.errands:
+                self.errands.popleft()()
             received = self.steps.receive()
             if received is None:
                 time.sleep(0.001)
@@ -165,7 +170,7 @@ class WorkerThread:
                 config = message.config
                 self._worker = SimulatedWorker(self.num_blocks, config.block_size, config.num_slots)
             self.steps.send(Ready(message.epoch, self.num_blocks, 4096, "cpu", "bfloat16", self.error))
-        elif isinstance(message, Step) and message.epoch == self.epochs[-1] and not self.deaf:
+        elif isinstance(message, Step) and [message.epoch] == self.epochs[-1:] and not self.deaf:
             if self._worker is None:
                 return
             if self.failures:

@@ -191,6 +191,7 @@ class Simulation:
         self.core.submit(request, dict.fromkeys(range(sampling.n), np.empty(0, np.int32)))
         self.requests.append(request)
         for sequence in request.sequences:
+            sequence.handle = 100 + len(self.requests)
             self.outputs[sequence.request.rid, sequence.choice] = []
         return request
 
@@ -203,8 +204,10 @@ class Simulation:
 
     def settle(self) -> None:
         settled = self.core.settle(self.replica, self.worker.execute(self.sent.popleft()))
-        for sequence, token in zip(settled.sequences, settled.tokens.tolist(), strict=True):
-            self.outputs[sequence.request.rid, sequence.choice].append(token)
+        for sequence, token, row in zip(settled.sequences, settled.tokens, settled.rows.tolist(), strict=True):
+            output = self.outputs[sequence.request.rid, sequence.choice]
+            assert row == [sequence.handle, sequence.choice, len(output), 1]
+            output.append(int(token))
 
     def tick(self) -> bool:
         """Fill the window, then settle one step. Returns whether anything was in flight."""

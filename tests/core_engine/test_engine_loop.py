@@ -13,7 +13,7 @@ from core_engine.engine import Engine
 from core_engine.request import Request, stop_ids_of
 from shared.errors import ErrorCode, StartupError
 from shared.hop import Request as HopRequest
-from shared.messages import FINISHED, Abort, Ack, AckEntry, Epoch, FinishReason, StepResult
+from shared.messages import FINISHED, Abort, Ack, AckEntry, Attempt, Epoch, FinishReason, StepResult
 from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, until
 from tests.core_engine.simulation import EOS_IDS, VOCAB, reference
 
@@ -97,18 +97,28 @@ def test_epochs_end(tmp_path: Path) -> None:
         front.wait_ready()
         for index in range(4):
             front.submit(prompt(10, index), max_tokens=240, ignore_eos=True)
-        front.wait(lambda: len(worker.executed) > 5)
+
+        def get_on() -> None:
+            done = len(worker.executed)
+            front.wait(lambda: len(worker.executed) > done + 10)
+
+        get_on()
         worker.failures = 1
-        front.wait(lambda: len(worker.epochs) == 2 and len(worker.executed) > 20)
+        front.wait(lambda: len(worker.epochs) == 2)
+        get_on()
         empty = np.empty(0, np.int32)
-        worker.results.send(StepResult(worker.epochs[-1], 10_000, empty, empty))
+        gap = StepResult(worker.epochs[-1], 10_000, empty, empty)
+        worker.errands.append(lambda: worker.results.send(gap))
         front.wait(lambda: len(worker.epochs) == 3)
-        worker.results.send(StepResult(Epoch(*worker.epochs[0]), 1, empty, empty))
+        get_on()
+        stale = StepResult(Epoch(*worker.epochs[0]), 1, empty, empty)
+        worker.errands.append(lambda: worker.results.send(stale))
         front.wait(lambda: engine.workers.stale > 0)
-        worker.results.socket.send_multipart([b"\xc1", b"junk"])
+        worker.errands.append(lambda: worker.results.socket.send_multipart([b"\xc1", b"junk"]))
         front.wait(lambda: len(worker.epochs) == 4)
+        get_on()
         worker.deaf = True
-        front.wait(lambda: len(worker.epochs) == 5)
+        front.wait(lambda: len(worker.epochs) > 4)
         worker.deaf = False
         front.wait_over()
         check_at_rest(engine)
@@ -242,3 +252,21 @@ def test_two_workers_share_the_queue(tmp_path: Path) -> None:
         assert two.executed
         for replica in engine.core.replicas:
             assert replica.kv.pool.num_free == replica.kv.pool.num_blocks - 1
+
+
+def test_a_request_that_is_submitted_again_goes_on(tmp_path: Path) -> None:
+    """Under a new attempt and handle the live sequence is kept: nothing is computed twice."""
+    running = RunningEngine(tmp_path)
+    with running as engine, WorkerThread(running.workers, num_blocks=200) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        requests = [front.submit(prompt(10, index), max_tokens=150, ignore_eos=True) for index in range(3)]
+        for attempt in range(1, 4):
+            done = len(worker.executed)
+            front.wait(lambda done=done: len(worker.executed) > done + 20)
+            for request in requests[:2]:
+                front.parent.place(request, request.spec, Attempt(1, front.boot, attempt))
+        front.wait_over()
+        for request in requests:
+            check(request)
+        assert len(worker.executed) < 170
+        check_at_rest(engine)

@@ -42,11 +42,11 @@ class PlainScheduler(Scheduler):
 def plain_settle(replica: Replica, step: StepInFlight, result: StepResult, stops: StopTable) -> Settled:
     """Row by row, with no table of stop ids."""
     slots, kv = replica.slots, replica.kv
-    settled = Settled([], np.empty(0, np.int32), [])
+    settled = Settled([], np.empty((0, 4), np.int32), np.empty(0, np.int32), [])
     for slot in step.rows.tolist():
         slots.inflight[slot] -= 1
     computed = dict.fromkeys(step.rows.tolist(), -1) | {s.slot: end for s, end in step.prefills}
-    tokens = []
+    tokens, rows_of = [], []
     for slot, token in zip(step.sampled.tolist(), result.tokens.tolist(), strict=True):
         sequence = slots.sequence_at(slot)
         if sequence.exit in (Exit.FINISH, Exit.ABORT):
@@ -55,6 +55,7 @@ def plain_settle(replica: Replica, step: StepInFlight, result: StepResult, stops
         slots.num_tokens[slot] += 1
         computed[slot] = int(slots.num_tokens[slot]) - 1
         settled.sequences.append(sequence)
+        rows_of.append((sequence.handle, sequence.choice, computed[slot] - sequence.prompt_len, 1))
         tokens.append(token)
     for slot in [s.slot for s, _ in step.prefills] + [s.slot for s in settled.sequences]:
         if slots.sequence_at(slot).exit is not Exit.ABORT:
@@ -68,7 +69,8 @@ def plain_settle(replica: Replica, step: StepInFlight, result: StepResult, stops
     for slot in step.rows.tolist():
         if slots.leaving[slot] and slots.inflight[slot] == 0:
             replica.drained(slots.sequence_at(slot))
-    return Settled(settled.sequences, np.array(tokens, np.int32), settled.finished)
+    rows = np.array(rows_of, np.int32).reshape(-1, 4)
+    return Settled(settled.sequences, rows, np.array(tokens, np.int32), settled.finished)
 
 
 def same(one: Step, other: Step) -> bool:

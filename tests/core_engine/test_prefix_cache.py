@@ -96,6 +96,20 @@ def test_a_new_epoch_forgets() -> None:
     simulation.check_outputs()
 
 
+def test_choices_compute_their_prompt_once() -> None:
+    simulation = Simulation(max_num_batched_tokens=8)
+    request = simulation.submit(list(range(23)), "choices", n=4, max_tokens=6, ignore_eos=True)
+    other = simulation.submit(list(range(40, 45)), "other", max_tokens=6, ignore_eos=True)
+    simulation.run()
+    assert [sequence.cached_tokens for sequence in request.sequences] == [0, 20, 20, 20]
+    assert computed(simulation, "choices") == 23 + 3 * 3
+    first_steps = [row.request_id for record in simulation.records[:4] for row in record.rows]
+    assert "other" in first_steps, "it waits for nobody's prompt"
+    assert other.sequences[0].cached_tokens == 0
+    simulation.check_outputs()
+    simulation.check_empty()
+
+
 def test_choices_share_the_prompt_of_an_earlier_request() -> None:
     simulation = Simulation()
     simulation.submit(list(range(20)), max_tokens=1)

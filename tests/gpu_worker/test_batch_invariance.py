@@ -26,7 +26,7 @@ SHAPES = {
     ),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 0}),
 }
-LENGTHS = (330, 5, 17, 64, 130, 258, 2, 299, 40)
+LENGTHS = (330, 5, 17, 64, 130, 258, 2, 40)
 
 
 def ids_of(length: int, seed: int) -> list[int]:
@@ -103,10 +103,10 @@ def test_same_bits_in_any_company(tiny_models: TinyModels, shape: str, dtype: st
 
     harness.tables.clear()
     harness.next_block = 1
-    for slot in (0, 2, 4):
+    for slot in (2, 4):
         ids = prompts[slot]
-        rows = decode_logits(harness, ids, max(1, len(ids) - 20), slot)
-        check(slot, rows[len(ids) - 1], "twenty decodes, alone")
+        rows = decode_logits(harness, ids, max(1, len(ids) - 10), slot)
+        check(slot, rows[len(ids) - 1], "ten decodes, alone")
 
 
 def test_demo_shape_prefill_chunks(tiny_models: TinyModels) -> None:
@@ -117,7 +117,7 @@ def test_demo_shape_prefill_chunks(tiny_models: TinyModels) -> None:
     ids = ids_of(280, 1)
     seen: dict[int, torch.Tensor] = {}
     for slot, size in enumerate((280, 140, 20, 7)):
-        new = [slot_init(slot, ids), *(slot_init(8 + taker, [1]) for taker in range(1))]
+        new = [slot_init(slot, ids), slot_init(8, [1])]
         for start in range(0, len(ids), size):
             harness.step(
                 new=new if start == 0 else [],

@@ -1,0 +1,70 @@
+"""Defaults that depend on the model, the device and each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core_engine.engine_config import EngineConfig, load_engine_config, scheduler_for
+from shared.config import Settings
+from shared.errors import StartupError
+
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": [7, 3],
+    "torch_dtype": "bfloat16",
+}
+
+
+def load(folder: Path, **settings: Any) -> EngineConfig:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return load_engine_config(Settings(model=str(folder), **settings))
+
+
+@pytest.mark.parametrize(("device", "budget"), [("cpu", 2048), ("cuda", 8192), ("cuda:1", 8192), ("auto", 8192)])
+def test_token_budget_by_device(tmp_path: Path, device: str, budget: int) -> None:
+    config = load(tmp_path, device=device)
+    assert config.core.scheduler.max_num_batched_tokens == budget
+    assert config.core.scheduler.max_prefill_tokens == budget
+    assert config.worker.max_num_batched_tokens == budget
+
+
+def test_an_unknown_device_is_known_once_the_worker_is_ready() -> None:
+    settings = Settings(device="auto")
+    assert scheduler_for(settings, 4096, "auto").max_num_batched_tokens == 8192
+    assert scheduler_for(settings, 4096, "cpu").max_num_batched_tokens == 2048
+    assert scheduler_for(Settings(max_num_batched_tokens=77), 4096, "cpu").max_num_batched_tokens == 77
+
+
+def test_whole_prompts_need_room_for_the_longest() -> None:
+    whole = Settings(enable_chunked_prefill=False)
+    assert scheduler_for(whole, 4096, "cpu").max_num_batched_tokens == 4096
+    assert scheduler_for(whole, 1024, "cpu").max_num_batched_tokens == 2048
+    with pytest.raises(StartupError, match="--max-num-batched-tokens 512 < max_model_len 1024"):
+        scheduler_for(Settings(enable_chunked_prefill=False, max_num_batched_tokens=512), 1024, "cpu")
+    with pytest.raises(StartupError, match="--max-prefill-tokens 512 < max_model_len 1024"):
+        scheduler_for(Settings(enable_chunked_prefill=False, max_prefill_tokens=512), 1024, "cpu")
+
+
+def test_model_and_settings(tmp_path: Path) -> None:
+    config = load(tmp_path, max_model_len=1000, max_num_seqs=32, num_gpu_blocks_override=50, max_prefill_tokens=100)
+    assert config.eos_ids == (3, 7)
+    assert (config.card.vocab_size, config.card.max_model_len) == (1000, 1000)
+    assert config.core.scheduler.max_prefill_tokens == 100
+    assert config.core.num_slots == config.worker.num_slots > 32
+    assert config.worker.num_blocks_override == 50
+    assert load(tmp_path).card.max_model_len == 4096
+    with pytest.raises(StartupError, match="--max-model-len 5000 is more than the model's 4096 positions"):
+        load(tmp_path, max_model_len=5000)
