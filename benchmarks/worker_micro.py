@@ -9,6 +9,7 @@ at best with this library. Both are the fastest of the repetitions, so that othe
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 
@@ -44,54 +45,50 @@ def fastest(run: Callable[[], object], times: int) -> float:
     return best
 
 
-def main() -> None:
-    options = arguments()
-    prepare_environment()
-    source = resolve_model(options.model)
-    config = load_model_config(source)
-    worker = WorkerConfig(
-        model=str(source.path),
-        dtype=options.dtype,
-        max_model_len=MAX_LEN,
-        block_size=BLOCK_SIZE,
-        num_slots=65,
-        max_num_batched_tokens=2048,
-        gpu_memory_utilization=0.9,
-        kv_cache_bytes=None,
-        num_blocks_override=None,
-        seed=0,
-        batch_invariant=options.batch_invariant,
-        enforce_eager=False,
-    )
-    from gpu_worker.loading.open_weights import open_weights
+class Bench:
+    """A runner and the steps that are timed on it."""
 
-    weights = open_weights(source, config, "auto", 0)
-    import torch
+    def __init__(self, options: argparse.Namespace) -> None:
+        source = resolve_model(options.model)
+        self.config = load_model_config(source)
+        from gpu_worker.loading.open_weights import open_weights
 
-    from gpu_worker.build import build_runner
+        weights = open_weights(source, self.config, "auto", 0)
+        import torch
 
-    torch.set_num_threads(1)
-    runner = build_runner(worker, config, weights, "cpu")
-    torch.set_num_threads(options.threads)
-    params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=None)
+        from gpu_worker.build import build_runner
 
-    def prefill(rows: int, length: int) -> None:
-        blocks = -(-(length + options.steps + 1) // BLOCK_SIZE)
+        torch.set_num_threads(1)
+        worker = worker_config(str(source.path), options.dtype, options.batch_invariant)
+        self.runner = build_runner(worker, self.config, weights, "cpu")
+        torch.set_num_threads(options.threads)
+        self.params = SamplingParams(temperature=options.temperature, seed=1, max_tokens=None)
+        self.steps = options.steps
+
+    def prefill(self, rows: int, length: int) -> None:
+        """New requests in the first slots, computed and sampled once; the earlier ones leave."""
+        blocks = -(-(length + self.steps + 1) // BLOCK_SIZE)
         slots = range(rows)
-        new = [SlotInit(s, f"r{s}", 0, length, length, 0, MAX_LEN, params, [2]) for s in slots]
-        runner.launch(
-            make_step(
-                released=np.flatnonzero(runner.state.active),
-                new=new,
-                new_tokens=np.arange(rows * length) * 7919 % (config.vocab_size - 10) + 5,
-                prefill=[(s, 0, length) for s in slots],
-                sample=[(s, s) for s in slots],
-                blocks=[(s, 1 + s * blocks + b) for s in slots for b in range(blocks)],
-            )
-        ).wait()
+        new = [SlotInit(s, f"r{s}", 0, length, length, 0, MAX_LEN, self.params, [2]) for s in slots]
+        step = make_step(
+            released=np.flatnonzero(self.runner.state.active),
+            new=new,
+            new_tokens=np.arange(rows * length) * 7919 % (self.config.vocab_size - 10) + 5,
+            prefill=[(s, 0, length) for s in slots],
+            sample=[(s, s) for s in slots],
+            blocks=[(s, 1 + s * blocks + b) for s in slots for b in range(blocks)],
+        )
+        self.runner.launch(step).wait()
 
-    def products(rows: int, sampled: int) -> float:
-        model, dtype = runner.model, runner.cache.tensor.dtype
+    def decode(self, rows: int) -> None:
+        """One token for each of the first slots."""
+        self.runner.launch(make_step(decode=range(rows), sample=[(s, s) for s in range(rows)])).wait()
+
+    def products(self, rows: int, sampled: int) -> float:
+        """Seconds of a step's matrix products alone."""
+        import torch
+
+        model, config, dtype = self.runner.model, self.config, self.runner.cache.tensor.dtype
         hidden = torch.randn(rows, config.hidden_size)
         narrow, wide = hidden.to(dtype), torch.randn(rows, config.intermediate_size).to(dtype)
         heads = torch.randn(rows, config.num_heads * config.head_dim).to(dtype)
@@ -107,20 +104,48 @@ def main() -> None:
         with torch.inference_mode():
             return fastest(run, 8)
 
+    def profile(self, rows: int) -> None:
+        """Where the time of decode steps goes, by operation."""
+        from torch.profiler import profile
+
+        self.prefill(rows, 45)
+        self.decode(rows)
+        with profile() as result:
+            for _ in range(10):
+                self.decode(rows)
+        print(result.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=40))
+
+
+def main() -> None:
+    options = arguments()
+    prepare_environment()
+    bench = Bench(options)
     print(f"{'':14}{'rows':>5}{'tokens':>8}{'ms':>9}{'tok/s':>9}{'products ms':>13}{'share':>7}")
     for rows in options.rows:
-        prefill(rows, options.prompt)
-        step = make_step(decode=range(rows), sample=[(s, s) for s in range(rows)])
-        seconds = fastest(lambda step=step: runner.launch(step).wait(), options.steps)  # type: ignore[misc]
-        report("decode", rows, rows, seconds, products(rows, rows))
-    seconds = fastest(lambda: prefill(1, options.prefill), 5)
-    report("prefill", 1, options.prefill, seconds, products(options.prefill, 1))
+        bench.prefill(rows, options.prompt)
+        seconds = fastest(functools.partial(bench.decode, rows), options.steps)
+        report("decode", rows, rows, seconds, bench.products(rows, rows))
+    seconds = fastest(functools.partial(bench.prefill, 1, options.prefill), 5)
+    report("prefill", 1, options.prefill, seconds, bench.products(options.prefill, 1))
     if options.profile:
-        profile(
-            options.profile,
-            prefill,
-            lambda n: runner.launch(make_step(decode=range(n), sample=[(s, s) for s in range(n)])),
-        )
+        bench.profile(options.profile)
+
+
+def worker_config(model: str, dtype: str, batch_invariant: bool) -> WorkerConfig:
+    return WorkerConfig(
+        model=model,
+        dtype=dtype,
+        max_model_len=MAX_LEN,
+        block_size=BLOCK_SIZE,
+        num_slots=65,
+        max_num_batched_tokens=2048,
+        gpu_memory_utilization=0.9,
+        kv_cache_bytes=None,
+        num_blocks_override=None,
+        seed=0,
+        batch_invariant=batch_invariant,
+        enforce_eager=False,
+    )
 
 
 def report(name: str, rows: int, tokens: int, seconds: float, products: float) -> None:
@@ -128,18 +153,6 @@ def report(name: str, rows: int, tokens: int, seconds: float, products: float) -
         f"{name:14}{rows:5}{tokens:8}{seconds * 1e3:9.1f}{tokens / seconds:9.0f}{products * 1e3:13.1f}"
         f"{products / seconds:7.0%}"
     )
-
-
-def profile(rows: int, prefill: Callable[[int, int], None], decode: Callable[[int], object]) -> None:
-    """Where the time of decode steps goes, by operation."""
-    from torch.profiler import profile as record
-
-    prefill(rows, 45)
-    decode(rows)
-    with record() as result:
-        for _ in range(10):
-            decode(rows)
-    print(result.key_averages().table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=40))
 
 
 def arguments() -> argparse.Namespace:

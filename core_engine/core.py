@@ -61,6 +61,8 @@ class EngineCore:
         self.metrics = metrics or EngineMetrics(config.scheduler.max_model_len)
         self.waiting = QUEUES[config.policy]()
         self.replicas: list[Replica] = []
+        self.on_first_token: Callable[[Sequence], None] = lambda sequence: None
+        """Called in ``settle`` for a sequence whose prompt is computed."""
         self.stops = StopTable(config.vocab_size)
         self.scheduler = Scheduler(
             config.scheduler,
@@ -191,6 +193,7 @@ class EngineCore:
         for sequence, num_settled in step.prefills:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
+                self.on_first_token(sequence)
         self.metrics.stepped(step.num_tokens, len(settled.tokens), len(result.tokens) - len(settled.tokens))
         for sequence in settled.finished:
             assert sequence.finish_reason is not None

@@ -58,6 +58,7 @@ class FrontendLink:
         self.child = EngineChild(
             send=listener.send, clock=clock, timers=timers, events=self, role=ENGINE, recompute=recompute
         )
+        core.on_first_token = self._on_first_token
 
     # -- the loop's side -------------------------------------------------------------------------------------------
 
@@ -189,10 +190,12 @@ class FrontendLink:
         self.core.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
         self.child.fail(request, _error_info(error))
 
+    def _on_first_token(self, sequence: Sequence) -> None:
+        self.child.report_cached(sequence.context.request, sequence.cached_tokens or 0)
+
     def _finish(self, sequence: Sequence) -> None:
         assert sequence.finish_reason is not None
-        cached = sequence.cached_tokens or 0
-        self.child.finish(sequence.context, End(sequence.finish_reason, sequence.stop_reason, cached_tokens=cached))
+        self.child.finish(sequence.context, End(sequence.finish_reason, sequence.stop_reason))
         log.debug(
             "finished",
             request_id=sequence.request.rid,

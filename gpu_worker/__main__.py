@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from gpu_worker.threads import prepare_environment
 from gpu_worker.worker import Worker
 from shared.config import WORKER, Settings
-from shared.lifecycle import install_signal_handlers, run_service
+from shared.lifecycle import EXIT_OK, install_signal_handlers, run_service
 
 
 def main(settings: Settings) -> None:
@@ -13,6 +15,9 @@ def main(settings: Settings) -> None:
     worker = Worker(settings)
     install_signal_handlers(worker.stop)
     worker.run()
+    if worker.loading:
+        # The thread cannot be stopped, and the interpreter must not be taken down under it.
+        os._exit(EXIT_OK)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,11 @@ class Worker:
         """End ``run``; may be called from a signal handler."""
         self._stopping = True
 
+    @property
+    def loading(self) -> bool:
+        """Whether a thread loads a model right now."""
+        return self._loading is not None and not self._loading.finished
+
     def run(self) -> None:
         """Serve until stopped.
 
@@ -89,10 +94,11 @@ class Worker:
         self._results.start()
         try:
             while not self._stopping:
-                poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
-                while not self._stopping and (received := self._link.receive()) is not None:
+                received = self._link.receive()
+                if received is not None:
                     self._handle(received.message)
-                    beats.beat()
+                else:
+                    poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
                 self._finish_loading()
                 self._follow_load()
                 beats.beat()

@@ -166,9 +166,10 @@ class Held:
     """Answers Submit and every beat."""
 
     rows: Int32
-    """[k, 3] handle, accepted (0 or 1: the engine took it), prompt tokens (0 while not accepted)."""
+    """[k, 4] handle, accepted (0 or 1: the engine took it), prompt tokens (0 while not accepted), how many of them the
+    prefix cache held (0 until it is scheduled)."""
 
-    ARRAYS: ClassVar[dict[str, int]] = {"rows": 3}
+    ARRAYS: ClassVar[dict[str, int]] = {"rows": 4}
 
 
 @message(17)

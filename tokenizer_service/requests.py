@@ -141,7 +141,5 @@ class Requests:
                     self._end(log, len(ids), stream.stop, log.last_piece)
 
     def _end(self, log: Log, tokens: int, stop: str, last_piece: str) -> None:
-        cached = log.end.cached_tokens if log.end is not None else 0
-        end = End(FinishReason.STOP, stop_reason=stop, cached_tokens=cached, prompt_tokens=log.request.prompt_tokens)
-        log.cut(tokens, end, last_piece)
+        log.cut(tokens, End(FinishReason.STOP, stop_reason=stop), last_piece)
         self.relay.child.mark(log)

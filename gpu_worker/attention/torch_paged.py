@@ -81,7 +81,7 @@ class TorchPagedAttention:
         self.shape = shape
         self.device = device
         self.group_size = shape.num_heads // shape.num_kv_heads
-        self.row_multiple = max(8, ROWS_OF_A_THREAD * usable_cores()) if shape.batch_invariant else 1
+        self.row_multiple = _row_multiple() if shape.batch_invariant else 1
         heads = torch.arange(2 * shape.num_kv_heads, device=device)
         self._kv_heads = heads
         blocks_in_lanes = max(1, LANES // shape.block_size)
@@ -231,6 +231,12 @@ class TorchPagedAttention:
         query = F.pad(query, (0, 0, 0, missing))
         mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
         return _attend(query, keys, values, mask, scale)[:, :rows].contiguous()
+
+
+def _row_multiple() -> int:
+    """Rows enough for every thread, should the library divide a single matrix among them all; 32 at most, since a
+    decode computes them all. Proved by test for one and two threads."""
+    return min(max(8, ROWS_OF_A_THREAD * usable_cores()), 32)
 
 
 def _attend(

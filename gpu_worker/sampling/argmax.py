@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-BLOCK = 256
+LARGEST_BLOCK, SMALLEST_BLOCK = 256, 32
 
 
 def argmax(values: torch.Tensor) -> torch.Tensor:
@@ -14,9 +16,10 @@ def argmax(values: torch.Tensor) -> torch.Tensor:
     argmax is not, which makes this ten times faster for a vocabulary.
     """
     rows, size = values.shape
-    if size % BLOCK:
+    width = math.gcd(size, LARGEST_BLOCK)
+    if width < SMALLEST_BLOCK:
         return values.argmax(-1)
-    blocks = values.view(rows, size // BLOCK, BLOCK)
+    blocks = values.view(rows, size // width, width)
     block = blocks.amax(-1).argmax(-1)
     inside = blocks[torch.arange(rows, device=values.device), block].argmax(-1)
-    return block * BLOCK + inside
+    return block * width + inside

@@ -151,6 +151,12 @@ class Child:
             upper_of(request).accepted = True
             self._owe_held(request)
 
+    def report_cached(self, request: Request, cached_tokens: int) -> None:
+        """Tell the parent how much of the prompt the prefix cache held."""
+        if cached_tokens and cached_tokens != request.cached_tokens:
+            request.cached_tokens = cached_tokens
+            self._owe_held(request)
+
     def supersede(self, request: Request, live: Attempt) -> None:
         """A newer attempt lives below: tell the parent, and forget the request."""
         upper = upper_of(request)

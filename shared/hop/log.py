@@ -100,15 +100,17 @@ class Log:
     def cut(self, tokens: int, end: End, last_piece: str = "") -> None:
         """Keep the first ``tokens`` token rows and end there (a stop string). Only rows that nobody was sent may go.
 
-        ``end.prompt_tokens`` is filled in when it is known here.
+        ``end.prompt_tokens`` and ``end.cached_tokens`` are filled in when they are known here.
         """
         if tokens < len(self.ids):
             del self.ids[tokens:]
             del self.pieces[tokens:]
             if self._hashed > tokens:
                 self._hash, self._hashed = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
-        if not end.prompt_tokens and self.request.prompt_tokens:
-            end = dataclasses.replace(end, prompt_tokens=self.request.prompt_tokens)
+        prompt_tokens = end.prompt_tokens or self.request.prompt_tokens
+        cached_tokens = end.cached_tokens or self.request.cached_tokens
+        if (prompt_tokens, cached_tokens) != (end.prompt_tokens, end.cached_tokens):
+            end = dataclasses.replace(end, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
         self.end, self.last_piece = end, last_piece
 
     def __repr__(self) -> str:

@@ -136,7 +136,7 @@ class Outbox:
 
     def _flush_held(self, send: Send) -> bool:
         rows = [
-            (handle, request.upper is not None and request.upper.accepted, request.prompt_tokens)
+            (handle, request.upper is not None and request.upper.accepted, request.prompt_tokens, request.cached_tokens)
             for handle, request in self.held.items()
             if self.handles.get(handle) is request
         ]

@@ -343,13 +343,14 @@ class Parent:
 
     def _on_held(self, child: ChildLink, message: Held) -> None:
         now = self._clock()
-        for handle, accepted, prompt_tokens in message.rows.tolist():
+        for handle, accepted, prompt_tokens, cached_tokens in message.rows.tolist():
             request = child.handles.get(handle)
             if request is None:
                 continue
             lower = lower_of(request)
             lower.heard_at = now
             lower.touched[child.name] = child.boot
+            request.cached_tokens = cached_tokens or request.cached_tokens
             if accepted and not lower.confirmed:
                 lower.accepted = lower.confirmed = True
                 request.prompt_tokens = prompt_tokens

@@ -97,7 +97,7 @@ class Lower:
 class Request:
     """``logs`` hold one ``Log`` per choice; ``context`` is the owner's."""
 
-    __slots__ = ("context", "known", "logs", "lower", "prompt_tokens", "rid", "spec", "upper")
+    __slots__ = ("cached_tokens", "context", "known", "logs", "lower", "prompt_tokens", "rid", "spec", "upper")
 
     def __init__(self, rid: str, spec: TextSpec | TokenSpec) -> None:
         self.rid = rid
@@ -107,6 +107,8 @@ class Request:
         """What the client has of each choice, beyond what may be in the logs."""
         self.prompt_tokens = 0
         """Length of the prompt; 0 until the engine has accepted."""
+        self.cached_tokens = 0
+        """Tokens of the prompt that the prefix cache held when the engine first scheduled it; 0 until it has."""
         self.context: Any = None
         self.upper: Upper | None = None
         self.lower: Lower | None = None

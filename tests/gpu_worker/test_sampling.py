@@ -215,7 +215,7 @@ class TestDraws:
         assert len(set(tokens)) == 6
 
 
-@pytest.mark.parametrize("size", [1, 7, 256, 512, 1000])
+@pytest.mark.parametrize("size", [1, 7, 256, 512, 1000, 384, 1184])
 def test_argmax_takes_the_first_of_equal_maxima(size: int) -> None:
     values = torch.randint(0, 3, (50, size), generator=torch.Generator().manual_seed(0)).float()
     assert argmax(values).tolist() == [int(np.argmax(row)) for row in values.numpy()]

@@ -17,6 +17,7 @@ from runner_harness import make_step, reference_greedy, slot_init, worker_config
 from tiny_models import TinyModels
 
 from shared.messages import Epoch, Hello, Init, Ready, StepResult, WorkerConfig, WorkerFailed
+from shared.model_source import resolve_model
 from shared.transport import Listener, Poller, new_boot
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +194,17 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_worker(
     assert ready.error is not None
     assert "model.layers.1.mlp.up_proj.weight" in ready.error
     assert engine.process.wait(20) == 78
+
+
+def test_stops_in_the_middle_of_loading(engine: Engine) -> None:
+    engine.expect(Hello)
+    model = resolve_model("demo").path
+    loading = False
+    while not loading:
+        engine.link.send("w/steps", Init(Epoch(engine.boot, 1), worker_config(model, num_blocks_override=None)))
+        _, hello = engine.expect(Hello)
+        loading = hello.status.startswith("loading")
+    assert engine.close() == 0
 
 
 def test_needs_an_endpoint() -> None:

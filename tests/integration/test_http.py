@@ -136,3 +136,13 @@ def test_a_bad_request_is_refused_and_the_next_one_served(
     assert took < 10, "it must not hang"
     follow = demo.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 1, "temperature": 0})
     assert follow["usage"]["completion_tokens"] == 1
+
+
+def test_cached_tokens_are_told_however_the_answer_ends(client: Any) -> None:
+    body = {"prompt": "A long enough prompt to fill two blocks of the cache: " * 4, "temperature": 0, "max_tokens": 12}
+    text = client.completions.create(model="demo", **body).choices[0].text
+    for stop in (None, [text[3:6]]):
+        usage = client.completions.create(model="demo", stop=stop, **body).usage
+        cached = usage.prompt_tokens_details.cached_tokens
+        assert 16 <= cached < usage.prompt_tokens
+        assert cached % 16 == 0

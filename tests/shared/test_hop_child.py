@@ -108,7 +108,7 @@ def rows_of(delta):
 
 def test_rows_of_a_step_go_out_in_one_message(owner):
     one, two = owner.submit(handle=1, rid="one"), owner.submit(handle=2, rid="two", n=2)
-    assert owner.take()[0].rows.tolist() == [[1, 1, 3], [2, 1, 3]]
+    assert owner.take()[0].rows.tolist() == [[1, 1, 3, 0], [2, 1, 3, 0]]
     owner.child.append_step([one.logs[0], two.logs[0], two.logs[1]], [10, 20, 30])
     owner.child.finish(two.logs[1], STOP)
     (delta,) = owner.take()
@@ -222,11 +222,11 @@ def test_resync_sends_again_from_what_the_parent_has(owner):
 def test_a_beat_is_answered(owner):
     owner.takes = False
     owner.submit()
-    assert owner.take(Held)[0].rows.tolist() == [[1, 0, 0]]
+    assert owner.take(Held)[0].rows.tolist() == [[1, 0, 0, 0]]
     owner.ack([0])
     assert owner.take(Held) == []
     owner.ack([0], beat=True)
-    assert owner.take(Held)[0].rows.tolist() == [[1, 0, 0]]
+    assert owner.take(Held)[0].rows.tolist() == [[1, 0, 0, 0]]
 
 
 def test_repeated_submit_is_answered_and_changes_nothing(owner):
@@ -257,7 +257,7 @@ def test_a_newer_submit_attaches_to_the_log_that_has_its_prefix(owner):
     assert owner.events[1:] == [("resubmitted", "r")]
     owner.child.accept(request, 3)
     held, delta = owner.take()
-    assert held.rows.tolist() == [[9, 1, 3]]
+    assert held.rows.tolist() == [[9, 1, 3, 0]]
     assert rows_of(delta) == ([[9, 0, 2, 1]], [7])
     owner.child.append(log, 8)
     assert rows_of(owner.take()[0]) == ([[9, 0, 3, 1]], [8])
@@ -361,7 +361,7 @@ def test_a_refused_request_is_an_end_at_row_0(owner):
     request = owner.submit(n=2)
     owner.child.fail(request, ErrorInfo(4, "too long", "prompt"))
     held, delta = owner.take()
-    assert held.rows.tolist() == [[1, 0, 0]]
+    assert held.rows.tolist() == [[1, 0, 0, 0]]
     assert delta.rows.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0]]
     assert [end.error.message for _, end in delta.ends] == ["too long", "too long"]
 

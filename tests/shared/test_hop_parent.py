@@ -102,10 +102,10 @@ def test_a_request_is_submitted_and_accepted(owner):
     (submit,) = owner.take()
     assert (submit.rid, submit.attempt, submit.counts.tolist()) == ("r", Attempt(1, 77, 0), [0, 0])
     assert submit.known == [NOTHING_KNOWN] * 2
-    owner.receive(Held(np.array([[submit.handle, 0, 0]], np.int32)))
+    owner.receive(Held(np.array([[submit.handle, 0, 0, 0]], np.int32)))
     assert owner.events == []
     for _ in range(2):
-        owner.receive(Held(np.array([[submit.handle, 1, 12]], np.int32)))
+        owner.receive(Held(np.array([[submit.handle, 1, 12, 0]], np.int32)))
     assert owner.events == [("accepted", 12)]
     assert request.prompt_tokens == 12
 
@@ -270,7 +270,7 @@ def test_a_silent_child_is_replaced():
     request = owner.open()
     first, handle = request.lower.child.name, request.lower.handle
     owner.advance(4)
-    owner.receive(Held(np.array([[handle, 0, 0]], np.int32)), name=first)
+    owner.receive(Held(np.array([[handle, 0, 0, 0]], np.int32)), name=first)
     owner.advance(4)
     assert request.lower.child.name == first
     owner.advance(2)
@@ -320,7 +320,7 @@ def test_superseded_before_acceptance_raises_above(owner):
 def test_superseded_after_acceptance_gives_up(owner):
     owner.open()
     owner.take()
-    owner.receive(Held(np.array([[1, 1, 3]], np.int32)))
+    owner.receive(Held(np.array([[1, 1, 3, 0]], np.int32)))
     owner.receive(Gone("r", Attempt(1, 77, 0), 1, Attempt(4, 88, 2)))
     assert owner.take() == []
     assert owner.events[1:] == [("superseded", Attempt(4, 88, 2))]
@@ -376,7 +376,7 @@ class TestPoison:
     def test_two_crashes_make_a_suspect_and_three_in_quarantine_convict(self, owner):
         request = owner.open()
         owner.crash(1)
-        owner.receive(Held(np.array([[1, 1, 3]], np.int32)), boot=1)
+        owner.receive(Held(np.array([[1, 1, 3, 0]], np.int32)), boot=1)
         suspects = []
         for boot in range(2, 7):
             owner.sent.clear()
@@ -419,7 +419,7 @@ class TestPoison:
         owner = Owner("T", "U")
         request = owner.open()
         first = request.lower.child.name
-        owner.receive(Held(np.array([[request.lower.handle, 1, 3]], np.int32)), name=first, boot=1)
+        owner.receive(Held(np.array([[request.lower.handle, 1, 3, 0]], np.int32)), name=first, boot=1)
         owner.advance(6)
         assert request.lower.child.name != first
         placed = request.lower.handle

@@ -100,13 +100,13 @@ def rows(handle, choice, start, tokens, end=None):
 
 def test_it_accepts_only_when_the_engine_did(owner):
     owner.submit()
-    assert owner.take_up(Held)[0].rows.tolist() == [[1, 0, 0]]
+    assert owner.take_up(Held)[0].rows.tolist() == [[1, 0, 0, 0]]
     submit = owner.start()
     assert (submit.attempt, submit.spec) == (FIRST, PROMPT)
-    owner.engine(Held(np.array([[submit.handle, 0, 0]], np.int32)))
+    owner.engine(Held(np.array([[submit.handle, 0, 0, 0]], np.int32)))
     assert owner.take_up(Held) == []
-    owner.engine(Held(np.array([[submit.handle, 1, 3]], np.int32)))
-    assert owner.take_up(Held)[0].rows.tolist() == [[1, 1, 3]]
+    owner.engine(Held(np.array([[submit.handle, 1, 3, 0]], np.int32)))
+    assert owner.take_up(Held)[0].rows.tolist() == [[1, 1, 3, 0]]
 
 
 def test_tokens_go_up_as_text(owner):
@@ -143,7 +143,7 @@ def test_a_restarted_engine_gets_the_rows_so_far(owner):
     owner.submit()
     below = owner.start().handle
     owner.engine(rows(below, 0, 0, [5]))
-    owner.relay.receive_from_engine("E", 6, Held(np.zeros((0, 3), np.int32)))
+    owner.relay.receive_from_engine("E", 6, Held(np.zeros((0, 4), np.int32)))
     (submit,) = owner.take_down(Submit)
     assert (submit.attempt, submit.counts.tolist(), submit.tokens.tolist()) == (Attempt(1, 7, 1), [1, 0], [5])
 
@@ -228,6 +228,6 @@ def test_a_finished_resumable_request_is_there_for_its_client(owner):
     owner.take_down()
     owner.submit(Attempt(2, 8, 0), handle=9, boot=2, resumable=True)
     held, delta = owner.take_up()
-    assert held.rows.tolist() == [[9, 1, 0]]
+    assert held.rows.tolist() == [[9, 1, 0, 0]]
     assert (delta.rows.tolist(), len(delta.ends)) == ([[9, 0, 0, 1], [9, 1, 0, 1]], 2)
     assert owner.take_down() == []
