@@ -43,11 +43,10 @@ def readiness(url: str, timeout_s: float = 2.0) -> Readiness:
     with contextlib.closing(_connect(url, timeout_s)) as connection:
         try:
             connection.request("GET", "/ready")
-            response = connection.getresponse()
-            body = response.read()
+            with connection.getresponse() as response:
+                return Readiness(response.status == 200, _words(response.read()))
         except (OSError, http.client.HTTPException):
             return Readiness(False, "")
-        return Readiness(response.status == 200, _words(body))
 
 
 def stream_chat(url: str, body: dict[str, Any], *, api_key: str = "", timeout_s: float = 60.0) -> Iterator[Reply]:
@@ -59,20 +58,21 @@ def stream_chat(url: str, body: dict[str, Any], *, api_key: str = "", timeout_s:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
     with contextlib.closing(_connect(url, timeout_s)) as connection:
         connection.request("POST", "/v1/chat/completions", json.dumps(payload), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RequestFailed(f"HTTP {response.status}: {_words(response.read())}")
-        for line in response:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                return
-            event = json.loads(data)
-            if "error" in event:
-                raise RequestFailed(_words(data))
-            text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-            yield Reply(text, event.get("usage"))
+        # A connection that the server will close is the response's to close.
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise RequestFailed(f"HTTP {response.status}: {_words(response.read())}")
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise RequestFailed(_words(data))
+                text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                yield Reply(text, event.get("usage"))
     raise RequestFailed("the stream ended without [DONE]")
 
 

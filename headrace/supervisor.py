@@ -162,18 +162,18 @@ class Supervisor:
 
     async def _stop_one(self, program: Program) -> int:
         process = self._running.get(program.name)
-        if process is None or self._at_once is not None:
+        if process is None:
             return EXIT_OK
+        if self._at_once is not None:
+            await self._reap(process)
+            return EXIT_FAILURE
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:
             code = await asyncio.wait_for(process.wait(), program.grace_s)
         except TimeoutError:
             self._log.warning(f"{program.name} did not stop within {program.grace_s:g} s; killing it")
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), KILL_WAIT_S)
+            await self._reap(process)
             return EXIT_FAILURE
         del self._running[program.name]
         if code in (EXIT_OK, -signal.SIGTERM):
@@ -181,6 +181,12 @@ class Supervisor:
             return EXIT_OK
         self._log.warning(f"{program.name} {describe_exit(code)} while stopping")
         return code if code > 0 else EXIT_FAILURE
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), KILL_WAIT_S)
 
     def _finish(self, code: int) -> None:
         if self._ended is not None and not self._ended.done():
