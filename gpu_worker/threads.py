@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 SPIN_COUNT = "100000"
-INTERVAL_S = 1.0
+INTERVAL_S = 0.25
 TOLERATED = 0.6
 """Cores that others may keep busy before a thread is given up."""
 RETURNED = 0.4

@@ -213,7 +213,7 @@ class Worker:
 
         if torch.get_num_threads() != self._governor.threads:
             torch.set_num_threads(self._governor.threads)
-            log.info("CPU threads", threads=self._governor.threads, busy_elsewhere=round(self._governor.others, 2))
+            log.debug("CPU threads", threads=self._governor.threads, busy_elsewhere=round(self._governor.others, 2))
 
     # -- links -------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from runner_harness import GREEDY, Harness, make_runner, reference_model
 
 from shared.model_source import resolve_model
+from tokenizer_service.vocabulary import load_vocabulary
 
 PROMPTS = [
     "The capital of France is",
@@ -34,25 +37,46 @@ OUTPUT, CLEAR_GAP = 64, 0.1
 
 
 def test_top_token_is_the_reference_one_wherever_its_lead_is_clear() -> None:
-    """Teacher forcing: both see the same ids, those that our decode steps chose one after another."""
-    from tokenizer_service.vocabulary import load_vocabulary
-
+    """Teacher forcing: the reference's own greedy ids go through our decode steps, 20 requests in a batch."""
     source = resolve_model("demo")
     encode = load_vocabulary(source).tokenizer.encode
     prompts = {slot: encode(text).ids for slot, text in enumerate(PROMPTS)}
-    runner = make_runner(source.path, dtype="bfloat16", num_slots=24, num_blocks_override=400)
+    teacher = greedy_batch(source.path, list(prompts.values()))
+    chosen = forced_decode(source.path, prompts, teacher)
+    clear = wrong = 0
+    for slot, prompt in prompts.items():
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + teacher[slot]])
+            logits = reference_model(source.path)(ids).logits[0, len(prompt) - 1 : -1]
+        values, indices = logits.topk(2)
+        is_clear = (values[:, 0] - values[:, 1] > CLEAR_GAP).numpy()
+        clear += int(is_clear.sum())
+        wrong += int(((indices[:, 0].numpy() != chosen[:, slot]) & is_clear).sum())
+    assert clear > 0.8 * len(PROMPTS) * OUTPUT
+    assert wrong == 0, f"{wrong} of {clear}"
+
+
+def greedy_batch(model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """``OUTPUT`` greedy ids of transformers for each prompt, all in one left-padded batch."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.inference_mode():
+        output = reference_model(model).generate(
+            ids, attention_mask=mask, max_new_tokens=OUTPUT, min_new_tokens=OUTPUT, do_sample=False, pad_token_id=0
+        )
+    continued: list[list[int]] = output[:, longest:].tolist()
+    return continued
+
+
+def forced_decode(model: Path, prompts: dict[int, list[int]], teacher: list[list[int]]) -> np.ndarray:
+    """[OUTPUT, slots] the id that our runner chooses at each position when all ids before it are the teacher's."""
+    runner = make_runner(model, dtype="auto", num_slots=24, num_blocks_override=400)
+    assert runner.cache.tensor.dtype == torch.bfloat16
     harness = Harness(runner)
     chosen = [harness.start(prompts, GREEDY)]
     for index in range(1, OUTPUT):
+        for slot, prompt in prompts.items():
+            runner.state.token_ids[slot * runner.max_model_len + len(prompt) + index - 1] = teacher[slot][index - 1]
         chosen.append(harness.decode(list(prompts), max(map(len, prompts.values())) + index))
-    reference = reference_model(source.path)
-    clear = wrong = 0
-    for slot, prompt in prompts.items():
-        ids = [step[slot] for step in chosen]
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-        top, gap = logits.topk(2).indices[:, 0].numpy(), -np.diff(logits.topk(2).values.numpy())[:, 0]
-        clear += int((gap > CLEAR_GAP).sum())
-        wrong += int(((top != np.array(ids)) & (gap > CLEAR_GAP)).sum())
-    assert clear > 0.8 * len(PROMPTS) * OUTPUT
-    assert wrong == 0, f"{wrong} of {clear}"
+    return np.array(chosen)
