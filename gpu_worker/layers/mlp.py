@@ -34,5 +34,4 @@ class GatedMLP:
 
 def _activate(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
-    # In float32 until the end: two roundings less cost 5 µs at 16 rows and a tenth of the error of the logits.
-    return F.silu(gate.float()).mul_(up).to(gate_up.dtype)
+    return F.silu(gate).mul_(up)
