@@ -9,6 +9,7 @@ import torch
 
 from gpu_worker.attention.registry import DEFAULT_OF_DEVICE
 from shared.errors import StartupError
+from shared.logging import get_logger
 from shared.model_config import ModelConfig
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -48,7 +49,10 @@ def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     if name not in known:
         raise StartupError(f"--dtype {name} is not supported; there are auto, {', '.join(known)}")
     dtype = known[name]
-    return torch.bfloat16 if device.type == "cpu" and dtype == torch.float16 else dtype
+    if device.type == "cpu" and dtype == torch.float16:
+        get_logger().info("float16 is computed as bfloat16 on a CPU, which is hundreds of times slower at float16")
+        return torch.bfloat16
+    return dtype
 
 
 def keep_freed_memory() -> None:
