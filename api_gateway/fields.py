@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from shared.errors import RequestError
+from shared.sampling import MAX_LOGIT_BIAS, check_count
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """(field name, JSON value) -> the value as it is used; raises RequestError."""
 
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 256
+_DECIMAL = re.compile("0|[1-9][0-9]{0,18}")
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
         "add_generation_prompt",
@@ -145,6 +148,20 @@ def integers(name: str, value: Any) -> list[int]:
     return value
 
 
+def logit_bias(name: str, value: Any) -> list[tuple[int, float]]:
+    """A JSON object from token ids (as strings) to numbers; the ranges are ``SamplingParams``' to check."""
+    entries = mapping(name, value)
+    check_count(len(entries), MAX_LOGIT_BIAS, name)
+    biases = []
+    for key, bias in entries.items():
+        if not _DECIMAL.fullmatch(key):
+            raise RequestError(f"{name} key {show(key)} is not a token id", name)
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not math.isfinite(bias):
+            raise RequestError(f"{name}[{key}] must be a number, got {show(bias)}", name)
+        biases.append((int(key), float(bias)))
+    return biases
+
+
 def mapping(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{name} must be an object, got {show(value)}", name)
@@ -203,6 +220,11 @@ _SAMPLING: dict[str, Field] = {
     "stop_token_ids": taken(integers, []),
     "include_stop_str_in_output": taken(boolean, False),
     "skip_special_tokens": taken(boolean, True),
+    "repetition_penalty": taken(number, 1.0),
+    "presence_penalty": taken(number, 0.0),
+    "frequency_penalty": taken(number, 0.0),
+    "logit_bias": taken(logit_bias, []),
+    "allowed_token_ids": taken(integers),
 }
 
 _COMMON: dict[str, Field] = {
@@ -215,14 +237,9 @@ _COMMON: dict[str, Field] = {
     "cache_salt": taken(text(MAX_CACHE_SALT), ""),
     "return_token_ids": taken(boolean),
     # Known, and they would change the answer.
-    "frequency_penalty": neutral_only(0),
-    "presence_penalty": neutral_only(0),
-    "repetition_penalty": neutral_only(1),
     "length_penalty": neutral_only(1),
     "early_stopping": neutral_only(False),
-    "logit_bias": neutral_only({}),
     "prompt_logprobs": neutral_only(),
-    "allowed_token_ids": neutral_only(),
     "bad_words": neutral_only([]),
     "use_beam_search": neutral_only(False),
     "spaces_between_special_tokens": neutral_only(True),

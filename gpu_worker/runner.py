@@ -86,7 +86,7 @@ class ModelRunner:
         """Forget all requests. Blocks keep their content, which nobody refers to any more."""
         self.state = RequestState(self.num_slots, self.max_model_len, self.device)
         self.tables = BlockTables(self.num_slots, self.max_model_len, self.block_size, self.device)
-        self.sampler = Sampler(self.num_slots, self.config.vocab_size, self.num_tokens)
+        self.sampler = Sampler(self.num_slots, self.config.vocab_size, self.num_tokens, self.device)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -147,7 +147,14 @@ class ModelRunner:
         slots = self.state.staged(host_slots)
         rows = self.state.staged(inputs.last[step.sample[:, 0]])
         logits = self.model.logits(hidden[rows])
-        outputs = self.state.host_tokens[host_slots] - self.state.host_prompt[host_slots]
-        tokens = self.sampler.sample(logits, SampleRows(host_slots, outputs, self.state.num_tokens[slots]))
+        num_tokens = self.state.host_tokens[host_slots]
+        sample_rows = SampleRows(
+            slots=host_slots,
+            num_outputs=num_tokens - self.state.host_prompt[host_slots],
+            positions=self.state.num_tokens[slots],
+            num_tokens=num_tokens,
+            token_ids=self.state.token_ids.view(self.num_slots, self.max_model_len),
+        )
+        tokens = self.sampler.sample(logits, sample_rows)
         self.state.append(slots, host_slots, tokens)
         return tokens

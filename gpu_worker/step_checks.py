@@ -63,6 +63,10 @@ def _check_new(
         ends = (*request.params.stop_token_ids, *request.eos_ids)
         if any(not 0 <= token < vocab_size for token in ends):
             raise StepError(f"{where}: a stop or end id is not in 0..{vocab_size - 1}")
+        params = request.params
+        named = (*(token for token, _ in params.logit_bias), *(params.allowed_token_ids or ()))
+        if named and not 0 <= min(named) <= max(named) < vocab_size:
+            raise StepError(f"{where}: an id in logit_bias or allowed_token_ids is not in 0..{vocab_size - 1}")
         active[request.slot] = True
         lengths[request.slot] = request.num_tokens
         total += request.num_tokens

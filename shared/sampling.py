@@ -11,6 +11,11 @@ from shared.errors import RequestError
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_CHOICES = 128
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 8192
+"""A step that takes in a thousand requests with this many ids each is still a message of 40 MB."""
+MAX_REPETITION_PENALTY = 10.0
+"""Far beyond use: 1.5 is strong, and 10 sets whatever was seen apart for good. A bound keeps logits finite."""
 MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-4
 """A temperature at or below this is greedy: the division would overflow half precision and change nothing else."""
@@ -22,6 +27,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None: the gateway
     draws one, so that a restart does not redraw. ``max_tokens`` None: up to the context's end.
+    ``repetition_penalty`` 1, ``presence_penalty`` and ``frequency_penalty`` 0, ``logit_bias`` [] and
+    ``allowed_token_ids`` None are off.
     """
 
     n: int = 1
@@ -37,6 +44,13 @@ class SamplingParams:
     stop_token_ids: list[int] = dataclasses.field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """(token id, what is added to its logit), each id once."""
+    allowed_token_ids: list[int] | None = None
+    """No other ids are sampled."""
 
     @property
     def greedy(self) -> bool:
@@ -64,6 +78,8 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} must not exceed max_tokens {self.max_tokens}", "min_tokens"
             )
         self._validate_stops(vocab_size)
+        self._validate_penalties()
+        self._validate_biases(vocab_size)
 
     def _validate_stops(self, vocab_size: int | None) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
@@ -75,6 +91,43 @@ class SamplingParams:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(f"stop_token_ids holds more than {MAX_STOP_TOKEN_IDS} ids", "stop_token_ids")
         check_token_ids(self.stop_token_ids, vocab_size, "stop_token_ids")
+
+    def _validate_penalties(self) -> None:
+        if _number("repetition_penalty", self.repetition_penalty, 0.0, MAX_REPETITION_PENALTY) == 0.0:
+            raise RequestError(
+                f"repetition_penalty must be in (0, {MAX_REPETITION_PENALTY:g}], got {self.repetition_penalty}",
+                "repetition_penalty",
+            )
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+    def _validate_biases(self, vocab_size: int | None) -> None:
+        check_count(len(self.logit_bias), MAX_LOGIT_BIAS, "logit_bias")
+        bound = 2**31 if vocab_size is None else vocab_size
+        seen = set()
+        for token, bias in self.logit_bias:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < bound:
+                raise RequestError(f"logit_bias key {token!r} is not a token id in 0..{bound - 1}", "logit_bias")
+            if token in seen:
+                raise RequestError(f"logit_bias holds token id {token} twice", "logit_bias")
+            seen.add(token)
+            _number(f"logit_bias[{token}]", bias, -100.0, 100.0, "logit_bias")
+        if self.allowed_token_ids is None:
+            return
+        if not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids must not be empty; leave it out to allow all", "allowed_token_ids")
+        check_count(len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids")
+        check_token_ids(self.allowed_token_ids, vocab_size, "allowed_token_ids")
+
+
+def check_count(count: int, limit: int, param: str) -> None:
+    """Refuse more than ``limit`` entries.
+
+    Raises:
+        RequestError: with both numbers.
+    """
+    if count > limit:
+        raise RequestError(f"{param} holds {count} entries; at most {limit} are allowed", param)
 
 
 def check_token_ids(ids: Sequence[object], vocab_size: int | None, param: str) -> None:
@@ -89,11 +142,11 @@ def check_token_ids(ids: Sequence[object], vocab_size: int | None, param: str) -
             raise RequestError(f"{param}[{index}] = {value!r} is not a token id in 0..{bound - 1}", param)
 
 
-def _number(name: str, value: object, low: float, high: float) -> float:
+def _number(name: str, value: object, low: float, high: float, param: str | None = None) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"{name} must be a finite number, got {value!r}", name)
+        raise RequestError(f"{name} must be a finite number, got {value!r}", param or name)
     if not low <= value <= high:
-        raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {value}", name)
+        raise RequestError(f"{name} must be in [{low:g}, {high:g}], got {value}", param or name)
     return float(value)
 
 

@@ -24,12 +24,22 @@ class SampleRows:
     """Tokens generated so far, on the host."""
     positions: torch.Tensor
     """[rows] int64 on the device: where the sampled token goes in its sequence."""
+    num_tokens: Int64
+    """Tokens known so far, the prompt's and the generated ones: ``positions`` on the host."""
+    token_ids: torch.Tensor
+    """[slots, max_model_len] int32 on the device: the known tokens of all slots, from the left."""
 
     def select(self, indices: Int64) -> SampleRows:
         """Some of the rows."""
         device = self.positions.device
         chosen = torch.from_numpy(indices).to(device)
-        return SampleRows(self.slots[indices], self.num_outputs[indices], self.positions[chosen])
+        return SampleRows(
+            slots=self.slots[indices],
+            num_outputs=self.num_outputs[indices],
+            positions=self.positions[chosen],
+            num_tokens=self.num_tokens[indices],
+            token_ids=self.token_ids,
+        )
 
 
 class Component(Protocol):

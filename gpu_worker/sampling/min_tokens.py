@@ -1,4 +1,7 @@
-"""``min_tokens``: ids that would end the text are masked until that many tokens are generated."""
+"""``min_tokens``: ids that would end the text are masked until that many tokens are generated.
+
+Not where ``allowed_token_ids`` allows nothing but such ids: a row keeps at least one token.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,9 @@ class MinTokens:
         self.ends.pop(request.slot, None)
         if params.min_tokens:
             ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))
+            allowed = params.allowed_token_ids
+            if allowed is not None and ids.issuperset(allowed):
+                self.min_tokens[request.slot] = 0
             self.ends[request.slot] = torch.tensor(sorted(ids), dtype=torch.int64)
 
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:

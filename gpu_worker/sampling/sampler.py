@@ -7,11 +7,16 @@ import zlib
 import numpy as np
 import torch
 
+from gpu_worker.sampling.allowed_token_ids import AllowedTokenIds
 from gpu_worker.sampling.argmax import argmax
 from gpu_worker.sampling.base import Component, Int64, SampleRows
+from gpu_worker.sampling.frequency_penalty import FrequencyPenalty
+from gpu_worker.sampling.logit_bias import LogitBias
 from gpu_worker.sampling.min_p import MinP
 from gpu_worker.sampling.min_tokens import MinTokens
 from gpu_worker.sampling.noise import gumbel
+from gpu_worker.sampling.presence_penalty import PresencePenalty
+from gpu_worker.sampling.repetition_penalty import RepetitionPenalty
 from gpu_worker.sampling.temperature import Temperature
 from gpu_worker.sampling.top_k import TopK
 from gpu_worker.sampling.top_p import TopP
@@ -19,21 +24,42 @@ from gpu_worker.sampling.vocabulary import PaddedVocabulary
 from shared.messages import SlotInit
 from shared.sampling import SamplingParams
 
+CPU = torch.device("cpu")
+
 
 class Sampler:
     """Draws one token for each row by the Gumbel-max trick.
 
     ``constraints`` apply to all rows, ``shapers`` to those that are drawn, in their order. A step whose rows are all
     greedy runs no shaper and makes no noise. Ties go to the lowest id.
+
+    The order is vLLM's (``vllm/v1/sample/sampler.py``): what is masked, bias, penalties, temperature, what is cut off.
+    It matters: a penalty divides or multiplies by the sign of the biased logit, and min-p to top-p see probabilities
+    after the temperature. What is masked (-inf) stays masked in all that follows.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, num_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        num_tokens: int | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         """
         Args:
             num_tokens: ids from here on have no token; None: all ids have one.
+            device: of the logits.
         """
         self.vocab_size = vocab_size
-        self.constraints: list[Component] = [PaddedVocabulary(num_tokens), MinTokens(num_slots)]
+        self.constraints: list[Component] = [
+            PaddedVocabulary(num_tokens),
+            AllowedTokenIds(device),
+            LogitBias(device),
+            MinTokens(num_slots),
+            RepetitionPenalty(num_slots),
+            FrequencyPenalty(num_slots),
+            PresencePenalty(num_slots),
+        ]
         self.shapers: list[Component] = [
             Temperature(num_slots),
             MinP(num_slots),

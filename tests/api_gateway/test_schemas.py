@@ -82,13 +82,39 @@ def chat(**fields: Any) -> Any:
         ({"request_id": ""}, "request_id"),
         ({"cache_salt": 1}, "cache_salt"),
         ({"model": 5}, "model"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -1}, "presence_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"presence_penalty": False}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": -1}, "repetition_penalty"),
+        ({"repetition_penalty": 10.1}, "repetition_penalty"),
+        ({"repetition_penalty": [1]}, "repetition_penalty"),
+        ({"logit_bias": 5}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
+        ({"logit_bias": {"05": 1}}, "logit_bias"),
+        ({"logit_bias": {" 5": 1}}, "logit_bias"),
+        ({"logit_bias": {"٥": 1}}, "logit_bias"),
+        ({"logit_bias": {"1000": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 100.5}}, "logit_bias"),
+        ({"logit_bias": {"5": -1e9}}, "logit_bias"),
+        ({"logit_bias": {"5": "1"}}, "logit_bias"),
+        ({"logit_bias": {"5": None}}, "logit_bias"),
+        ({"logit_bias": {"5": True}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"logprobs": 5}, "logprobs"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["1"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1, 1000]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [1] * 8193}, "allowed_token_ids"),
         ({"bad_words": ["x"]}, "bad_words"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
@@ -218,6 +244,44 @@ def test_unknown_model_is_not_found() -> None:
         assert caught.value.param == "model"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"repetition_penalty": 0}, "repetition_penalty must be in (0, 10], got 0.0"),
+        ({"presence_penalty": 3}, "presence_penalty must be in [-2, 2], got 3.0"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias key '-1' is not a token id"),
+        ({"logit_bias": {"1000": 1}}, "logit_bias key 1000 is not a token id in 0..999"),
+        ({"logit_bias": {"5": -101}}, "logit_bias[5] must be in [-100, 100], got -101.0"),
+        ({"logit_bias": {"5": "x"}}, "logit_bias[5] must be a number, got 'x'"),
+        ({"allowed_token_ids": [7, 1000]}, "allowed_token_ids[1] = 1000 is not a token id in 0..999"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty; leave it out to allow all"),
+    ],
+)
+def test_refusals_say_what_is_wrong(fields: dict[str, Any], message: str) -> None:
+    for parse in (completion, chat):
+        with pytest.raises(RequestError) as caught:
+            parse(**fields)
+        assert caught.value.message == message
+
+
+def test_bounds_of_penalties_biases_and_allowed_ids_are_accepted() -> None:
+    for parse in (completion, chat):
+        params = (
+            parse(
+                repetition_penalty=10,
+                presence_penalty=-2,
+                frequency_penalty=2,
+                logit_bias={"0": -100, "999": 100.0},
+                allowed_token_ids=[0, 999],
+            )
+            .specs[0]
+            .params
+        )
+        assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (10.0, -2.0, 2.0)
+        assert (params.logit_bias, params.allowed_token_ids) == ([(0, -100.0), (999, 100.0)], [0, 999])
+    assert completion(repetition_penalty=1e-300).specs[0].params.repetition_penalty == 1e-300
+
+
 def test_null_is_the_same_as_leaving_out() -> None:
     names = {name: None for name in COMPLETIONS if name not in ("prompt", "seed")}
     assert completion(**names, seed=1) == completion(seed=1)
@@ -325,6 +389,8 @@ def test_bad_element_is_named_with_its_index() -> None:
         {"prompt": [[]] * 500_000},
         {"stop": ["x"] * 500_000},
         {"stop_token_ids": [1] * 500_000},
+        {"logit_bias": {str(i): 1 for i in range(500_000)}},
+        {"allowed_token_ids": [1] * 500_000},
     ],
     ids=lambda fields: next(iter(fields)),
 )

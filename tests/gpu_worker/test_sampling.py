@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -24,9 +25,22 @@ VOCAB = 2048
 
 
 def rows_of(slots: list[int], position: int = 10, outputs: int = 5) -> SampleRows:
+    """Rows at one position, of slots whose tokens are all 0."""
     count = len(slots)
     positions = torch.full((count,), position, dtype=torch.int64)
-    return SampleRows(np.array(slots, np.int64), np.full(count, outputs, np.int64), positions)
+    return SampleRows(
+        slots=np.array(slots, np.int64),
+        num_outputs=np.full(count, outputs, np.int64),
+        positions=positions,
+        num_tokens=np.full(count, position, np.int64),
+        token_ids=torch.zeros(max(slots) + 1, max(position, 1), dtype=torch.int32),
+    )
+
+
+def rows_at_each_position(count: int) -> SampleRows:
+    """Rows of slot 0 that take the tokens 0..count-1."""
+    rows = rows_of([0] * count, outputs=0)
+    return dataclasses.replace(rows, positions=torch.arange(count))
 
 
 def logits_of(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -93,16 +107,14 @@ class TestFormulas:
         logits = torch.tensor([[0.0, 1.0, 2.0, -1.0, 0.5, -torch.inf, 3.0, 1.5]]).expand(20_000, -1).contiguous()
         sampler = Sampler(1, 8)
         sampler.add(slot_init(0, [5], SamplingParams(seed=3)))
-        rows = SampleRows(np.zeros(20_000, np.int64), np.zeros(20_000, np.int64), torch.arange(20_000))
-        drawn = sampler.sample(logits.clone(), rows).bincount(minlength=8) / 20_000
+        drawn = sampler.sample(logits.clone(), rows_at_each_position(20_000)).bincount(minlength=8) / 20_000
         assert (drawn - logits[0].softmax(-1)).abs().max() < 0.015
 
     def test_order_is_min_p_then_top_k_then_top_p(self) -> None:
         """top-p counts the probability of what the others left: of 0.4, 0.3, 0.2, 0.1 with top_k 2, 0.57 is one."""
         logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().expand(500, -1).contiguous()
         params = SamplingParams(top_k=2, top_p=0.57, seed=1)
-        rows = SampleRows(np.zeros(500, np.int64), np.zeros(500, np.int64), torch.arange(500))
-        assert set(sampler_for(params, vocab=4).sample(logits, rows).tolist()) == {0}
+        assert set(sampler_for(params, vocab=4).sample(logits, rows_at_each_position(500)).tolist()) == {0}
 
 
 class TestEdges:

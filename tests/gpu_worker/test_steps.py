@@ -89,6 +89,14 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], str]] = {
         {"new": [slot_init(1, PROMPT, SamplingParams(stop_token_ids=[VOCABULARY]))], **NEW},
         "a stop or end id is not in",
     ),
+    "biased id": (
+        {"new": [slot_init(1, PROMPT, SamplingParams(logit_bias=[(VOCABULARY, 1.0)]))], **NEW},
+        f"an id in logit_bias or allowed_token_ids is not in 0..{VOCABULARY - 1}",
+    ),
+    "allowed id": (
+        {"new": [slot_init(1, PROMPT, SamplingParams(allowed_token_ids=[0, -1]))], **NEW},
+        "an id in logit_bias or allowed_token_ids is not in",
+    ),
 }
 
 

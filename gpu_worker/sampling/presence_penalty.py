@@ -1,0 +1,29 @@
+"""Presence penalty (OpenAI's API reference): ``logit - penalty`` for each distinct token of the output."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gpu_worker.sampling.base import SampleRows
+from gpu_worker.sampling.past_tokens import output
+from shared.messages import SlotInit
+
+
+class PresencePenalty:
+    def __init__(self, num_slots: int) -> None:
+        self.penalty = np.zeros(num_slots, np.float32)
+
+    def add(self, request: SlotInit) -> None:
+        self.penalty[request.slot] = request.params.presence_penalty
+
+    def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
+        penalties = self.penalty[rows.slots]
+        chosen = np.flatnonzero((penalties != 0.0) & (rows.num_outputs > 0))
+        if not len(chosen):
+            return
+        row, ids = output(rows, chosen)
+        penalty = torch.from_numpy(penalties[chosen]).to(logits.device)[row]
+        places = torch.from_numpy(chosen).to(logits.device)[row], ids
+        # All values are read before one is written, so that a token that occurs twice is penalised once.
+        logits[places] = logits[places] - penalty
