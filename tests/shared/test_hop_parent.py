@@ -472,3 +472,35 @@ def test_running_clock_does_not_count_a_stop():
     assert clock() == 0.25
     time += 300
     assert clock() == 0.75
+
+
+def test_a_gateway_that_forgot_a_request_never_uses_its_attempt_again():
+    """Else an Abort or a Submit of the first opening that is still on its way would act on the second."""
+    owner = Owner("T")
+    draws = iter((77, 78))
+    owner.parent = Parent(
+        send=owner.send,
+        clock=lambda: owner.now,
+        timers=Timers(),
+        events=owner,
+        children=("T",),
+        uid=lambda: next(draws),
+    )
+    owner.parent.close(owner.open())
+    owner.open()
+    first, second = owner.take(Submit)
+    assert first.attempt != second.attempt
+    assert not first.attempt.newer(second.attempt)
+    assert not second.attempt.newer(first.attempt)
+    assert first.handle != second.handle
+
+
+def test_the_unique_part_is_random_by_default():
+    owner = Owner("T")
+    parents = [
+        Parent(send=owner.send, clock=lambda: 0.0, timers=Timers(), events=owner, children=("T",)) for _ in range(2)
+    ]
+    for parent in parents:
+        parent.open("r", TextSpec(SamplingParams(), text="x"))
+    one, other = owner.take(Submit)
+    assert one.attempt.uid != other.attempt.uid
