@@ -1,4 +1,4 @@
-"""A small HTTP client of the gateway, on the standard library: readiness and streamed chat."""
+"""A small HTTP client of the gateway, on the standard library: readiness, streamed chat and completions."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ class Readiness(NamedTuple):
     ready: bool
     text: str
 
+    @property
+    def answered(self) -> bool:
+        """Whether a server is there at all."""
+        return self.ready or bool(self.text)
+
 
 class Reply(NamedTuple):
     """A streamed answer: the text of one event, and the usage object of the event that has one."""
@@ -29,7 +34,7 @@ class Reply(NamedTuple):
 
 
 class RequestFailed(Exception):
-    """The gateway refused a request, or its answer ended with an error event; the text is the server's."""
+    """A request got no answer or none to its end. The text is the server's, or says what broke the connection."""
 
 
 def base_url(host: str, port: int) -> str:
@@ -44,7 +49,7 @@ def readiness(url: str, timeout_s: float = 2.0) -> Readiness:
         try:
             connection.request("GET", "/ready")
             with connection.getresponse() as response:
-                return Readiness(response.status == 200, _words(response.read()))
+                return Readiness(response.status == 200, _words(response.read()) or f"HTTP {response.status}")
         except (OSError, http.client.HTTPException):
             return Readiness(False, "")
 
@@ -52,28 +57,18 @@ def readiness(url: str, timeout_s: float = 2.0) -> Readiness:
 def stream_chat(url: str, body: dict[str, Any], *, api_key: str = "", timeout_s: float = 60.0) -> Iterator[Reply]:
     """POST ``/v1/chat/completions`` with ``stream`` and its usage, and give each event's text as it arrives.
 
-    ``timeout_s`` bounds the wait for one event. Raises ``RequestFailed``, and ``OSError`` when the connection breaks.
+    ``timeout_s`` bounds the wait for one event. Raises ``RequestFailed``. Closing the iterator hangs up, upon which the
+    server stops generating.
     """
-    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-    with contextlib.closing(_connect(url, timeout_s)) as connection:
-        connection.request("POST", "/v1/chat/completions", json.dumps(payload), headers)
-        # A connection that the server will close is the response's to close.
-        with connection.getresponse() as response:
-            if response.status != 200:
-                raise RequestFailed(f"HTTP {response.status}: {_words(response.read())}")
-            for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if "error" in event:
-                    raise RequestFailed(_words(data))
-                text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-                yield Reply(text, event.get("usage"))
-    raise RequestFailed("the stream ended without [DONE]")
+    for event in _stream(url, "/v1/chat/completions", body, api_key, timeout_s):
+        text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        yield Reply(text, event.get("usage"))
+
+
+def stream_completion(url: str, body: dict[str, Any], *, api_key: str = "", timeout_s: float = 60.0) -> Iterator[Reply]:
+    """POST ``/v1/completions``; otherwise as ``stream_chat``."""
+    for event in _stream(url, "/v1/completions", body, api_key, timeout_s):
+        yield Reply("".join(choice["text"] for choice in event["choices"]), event.get("usage"))
 
 
 def wait_until_ready(url: str, timeout_s: float, every_s: float = 0.2) -> Iterator[Readiness]:
@@ -87,9 +82,46 @@ def wait_until_ready(url: str, timeout_s: float, every_s: float = 0.2) -> Iterat
         time.sleep(every_s)
 
 
+def _stream(url: str, route: str, body: dict[str, Any], api_key: str, timeout_s: float) -> Iterator[dict[str, Any]]:
+    payload = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+    with _in_words(url, timeout_s), contextlib.closing(_connect(url, timeout_s)) as connection:
+        connection.request("POST", route, json.dumps(payload), headers)
+        # A connection that the server will close is the response's to close.
+        with connection.getresponse() as response:
+            if response.status != 200:
+                raise RequestFailed(f"HTTP {response.status}: {_words(response.read())}")
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise RequestFailed(_words(data))
+                yield event
+    raise RequestFailed("the stream ended without [DONE]")
+
+
+@contextlib.contextmanager
+def _in_words(url: str, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except ConnectionRefusedError as error:
+        raise RequestFailed(f"nothing listens at {url} (connection refused)") from error
+    except TimeoutError as error:
+        raise RequestFailed(f"{url} has sent nothing for {timeout_s:g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise RequestFailed(f"the connection to {url} failed: {error}") from error
+    except ValueError as error:
+        raise RequestFailed(f"{url}: {error}") from error
+
+
 def _connect(url: str, timeout_s: float) -> http.client.HTTPConnection:
     parts = urllib.parse.urlsplit(url)
-    return http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=timeout_s)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname or "127.0.0.1", parts.port, timeout=timeout_s)
 
 
 def _words(body: bytes) -> str:

@@ -1,8 +1,9 @@
 """Every setting of every process, once: name, default, meaning, and which services take it.
 
 A setting is a flag (``--max-model-len 4096``), an environment variable (``HEADRACE_MAX_MODEL_LEN=4096``) and a field of
-``Settings``. A flag wins over the environment, which wins over the default. Names and defaults are vLLM's where it has
-the setting.
+``Settings``; for ``headrace serve`` it is also a key of the YAML file that ``--config`` names. A flag wins over the
+environment, which wins over the file, which wins over the default. Names and defaults are vLLM's where it has the
+setting.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Settings:
     return_tokens_as_token_ids: bool = setting(False, "add token_ids to completions", GATEWAY)
 
     # processes and links
+    config: str | None = setting(None, "YAML file of settings: flag names without --, and their values")
     tokenizers: int = setting(1, "tokenizer processes")
     run_dir: str | None = setting(None, "private folder for sockets (default: a new one under XDG_RUNTIME_DIR or /tmp)")
     tokenizer_endpoint: list[str] = setting(
@@ -148,8 +150,9 @@ def parse_settings(
     environ: Mapping[str, str] | None = None,
     positional_model: bool = False,
 ) -> Settings:
-    """Read the settings of ``service`` (None: all of them, for the launcher) from flags and the environment.
+    """Read the settings of ``service`` from flags and the environment.
 
+    ``None`` stands for the launcher: all settings, and those that neither gives come from the file of ``--config``.
     Exits with status 2 and a line that names the nearest flag when one is unknown, like argparse.
     """
     environ = os.environ if environ is None else environ
@@ -168,7 +171,12 @@ def parse_settings(
     for field in fields:
         if values[field.name] is None:
             values[field.name] = _from_environment(parser, field, hints[field.name], environ)
+    path = values.get("config")
     try:
+        in_file = _from_file(path, fields, hints) if path else {}
+        for field in fields:
+            if values[field.name] is None:
+                values[field.name] = in_file.get(field.name, _default(field))
         return Settings(**values)
     except ValueError as error:
         parser.error(str(error))
@@ -209,11 +217,11 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
 def _from_environment(
     parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, environ: Mapping[str, str]
 ) -> Any:
-    """The value of a setting that no flag gives: the environment's, else the default."""
+    """The environment's value of a setting that no flag gives, or None."""
     variable = ENV_PREFIX + field.name.upper()
     given = environ.get(variable)
     if given is None:
-        return _default(field)
+        return None
     kind, is_list = _kind(hint)
     if is_list:
         return [item.strip() for item in given.split(",") if item.strip()]
@@ -225,6 +233,56 @@ def _from_environment(
     if choices and value not in choices:
         parser.error(f"{variable}: {given!r} is not one of {', '.join(choices)}")
     return value
+
+
+def _from_file(path: str, fields: Sequence[dataclasses.Field[Any]], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a YAML file, by name. A key without a value is left out. Raises ``ValueError`` in words."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} cannot be read: {error}") from error
+    if not isinstance(content, dict | None):
+        raise ValueError(f"{path}: it must hold lines of the form flag-name: value")
+    known = {field.name.replace("_", "-"): field for field in fields if field.name != "config"}
+    found: dict[str, Any] = {}
+    for key, given in (content or {}).items():
+        flag = str(key).replace("_", "-")
+        if flag not in known:
+            near = difflib.get_close_matches(flag, known, n=1)
+            raise ValueError(f"{path}: unknown setting {key}" + (f"; did you mean {near[0]}?" if near else ""))
+        name = known[flag].name
+        if name in found:
+            raise ValueError(f"{path}: {flag} is given twice")
+        if given is not None:
+            try:
+                found[name] = _file_value(given, hints[name], known[flag].metadata["choices"])
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise ValueError(f"{path}: {key}: {error}") from error
+    return found
+
+
+def _file_value(given: Any, hint: Any, choices: Sequence[str] | None) -> Any:
+    """A YAML value as a setting's type; numbers take the forms that flags take. Raises ``ValueError`` in words."""
+    kind, is_list = _kind(hint)
+    if is_list:
+        items = given if isinstance(given, list) else [given]
+        return [_file_value(item, kind, None) for item in items]
+    if kind is bool:
+        if not isinstance(given, bool):
+            raise ValueError(f"{given!r} is not true or false")
+        return given
+    if kind is str:
+        if not isinstance(given, str):
+            raise ValueError(f"{given!r} is not text; put it in quotes")
+        if choices and given not in choices:
+            raise ValueError(f"{given!r} is not one of {', '.join(choices)}")
+        return given
+    if isinstance(given, bool) or not isinstance(given, int | float | str):
+        raise ValueError(f"{given!r} is not a number")
+    return _CONVERTERS[kind](str(given))
 
 
 def _kind(hint: Any) -> tuple[type, bool]:

@@ -42,6 +42,7 @@ __all__ = [
     "Poller",
     "Pump",
     "Received",
+    "libzmq",
     "load_curve_keys",
     "make_curve_keys",
     "new_boot",
@@ -61,6 +62,11 @@ OnMalformed: TypeAlias = Callable[[str, ProtocolError], None]
 def new_boot() -> int:
     """A boot id: random, 63 bits, never 0."""
     return secrets.randbits(63) or 1
+
+
+def libzmq() -> tuple[str, bool]:
+    """Version of the ZeroMQ library, and whether it can encrypt with CURVE."""
+    return zmq.zmq_version(), zmq.has("curve")
 
 
 def make_curve_keys(folder: str | Path) -> CurveKeys:
