@@ -235,7 +235,7 @@ _COMMON: dict[str, Field] = {
     "priority": taken(integer(-(2**31), 2**31 - 1), 0),
     "request_id": taken(request_id),
     "cache_salt": taken(text(MAX_CACHE_SALT), ""),
-    "return_token_ids": taken(boolean),
+    "return_token_ids": taken(boolean, False),
     # Known, and they would change the answer.
     "length_penalty": neutral_only(1),
     "early_stopping": neutral_only(False),

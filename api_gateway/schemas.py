@@ -32,8 +32,6 @@ class Limits:
     card: ModelCard | None
     max_model_len: int | None
     """Of the card, or of the gateway's own setting if that is lower."""
-    return_token_ids: bool = False
-    """What stands for ``return_token_ids`` where it is left out."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -178,7 +176,6 @@ def _generation(
     limits: Limits,
 ) -> GenerationRequest:
     include_usage, continuous_usage = _stream_options(values["stream_options"], values["stream"])
-    return_token_ids: bool | None = values["return_token_ids"]
     return GenerationRequest(
         kind=kind,
         model=values["model"] or limits.names[0],
@@ -187,7 +184,7 @@ def _generation(
         stream=values["stream"],
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        return_token_ids=limits.return_token_ids if return_token_ids is None else return_token_ids,
+        return_token_ids=values["return_token_ids"],
         request_id=values["request_id"],
         ignored=ignored,
     )

@@ -89,7 +89,6 @@ class Settings:
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body; larger ones are refused with 413", GATEWAY)
     shutdown_timeout: float = setting(30.0, "seconds that running requests may take after SIGTERM", GATEWAY)
     max_connections: int = setting(4096, "requests served at the same time; more are refused with 429", GATEWAY)
-    return_tokens_as_token_ids: bool = setting(False, "add token_ids to completions", GATEWAY)
 
     # processes and links
     config: str | None = setting(None, "YAML file of settings: flag names without --, and their values")
@@ -315,8 +314,7 @@ class _Parser(argparse.ArgumentParser):
     """No abbreviations; an unknown flag is answered with the nearest one."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
-        self.formatter_class = argparse.HelpFormatter
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)

@@ -98,11 +98,6 @@ def resolve_max_model_len(config: ModelConfig, asked: int | None) -> int:
     return asked
 
 
-def kv_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of keys and values that one token takes in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype_bytes
-
-
 # -- config.json -----------------------------------------------------------------------------------------------------
 
 

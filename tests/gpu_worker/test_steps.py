@@ -11,7 +11,10 @@ import torch
 from runner_harness import Harness, make_runner, make_step, slot_init
 from tiny_models import VOCABULARY, TinyModels
 
+from gpu_worker.attention.base import AttentionShape
+from gpu_worker.attention.registry import make_backend
 from gpu_worker.block_tables import BlockTables
+from gpu_worker.kv_cache import KVCache
 from gpu_worker.runner import ModelRunner
 from gpu_worker.step_checks import StepError
 from shared.sampling import SamplingParams
@@ -26,6 +29,14 @@ def runner(tiny_models: TinyModels) -> ModelRunner:
 
 def tables(num_slots: int = 4) -> BlockTables:
     return BlockTables(num_slots, 64, 16, torch.device("cpu"))
+
+
+def test_kv_bytes_of_a_13b_model() -> None:
+    """40 layers, 5120 wide, half precision: 819,200 bytes a token."""
+    cpu = torch.device("cpu")
+    backend = make_backend(AttentionShape(num_heads=40, num_kv_heads=40, head_dim=128, block_size=16), cpu)
+    cache = KVCache(40, backend, torch.float16, cpu, total_bytes=0, num_blocks=2)
+    assert cache.block_bytes == 16 * 819_200
 
 
 class TestBlockTables:

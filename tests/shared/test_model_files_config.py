@@ -14,7 +14,6 @@ from shared.errors import StartupError
 from shared.gguf_header import GGML_TYPES, GgufStrings, read_gguf_header
 from shared.model_config import (
     ModelConfig,
-    kv_bytes_per_token,
     load_model_config,
     model_digest,
     resolve_max_model_len,
@@ -233,11 +232,6 @@ def test_digest_depends_on_shape_and_vocabulary(tmp_path: Path) -> None:
 
 def sized(**changes: Any) -> ModelConfig:
     return dataclasses.replace(load_model_config(resolve_model("demo")), **changes)
-
-
-def test_kv_bytes_of_a_13b_model() -> None:
-    config = sized(num_layers=40, hidden_size=5120, num_heads=40, num_kv_heads=40, head_dim=128)
-    assert kv_bytes_per_token(config, 2) == 819_200
 
 
 def test_max_model_len() -> None:
