@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,6 +13,7 @@ from api_gateway.generation import Generation
 from shared.config import Settings
 from shared.errors import ErrorCode, StartupError
 from shared.hop import Log, Parent, Request, RunningClock, Timers
+from shared.links import DEFAULT_TOKENIZER_ENDPOINT, curve_keys_of, process_name, speaks_our_protocol
 from shared.logging import get_logger
 from shared.messages import (
     OLDEST_PROTOCOL,
@@ -28,9 +27,8 @@ from shared.messages import (
     ModelCard,
     Tokenized,
 )
-from shared.transport import Connector, Pump, Received, load_curve_keys, new_boot, resolve
+from shared.transport import Connector, Pump, Received, new_boot, resolve
 
-DEFAULT_ENDPOINT = "tcp://127.0.0.1:5551"
 RESOLVE_S = 5.0
 SILENT_BEATS = 5
 """A tokenizer that says nothing for so many beats is not ready."""
@@ -62,10 +60,10 @@ class TokenizerLinks:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._endpoints = settings.tokenizer_endpoint or [DEFAULT_ENDPOINT]
-        self._curve = load_curve_keys(settings.curve_dir) if settings.curve_dir else None
+        self._endpoints = settings.tokenizer_endpoint or [DEFAULT_TOKENIZER_ENDPOINT]
+        self._curve = curve_keys_of(settings)
         self._boot = new_boot()
-        self._name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._name = process_name(settings)
         self._identity = f"gateway/{self._boot:x}"
         self._clock = RunningClock(time.monotonic)
         self._peers: dict[str, _Peer] = {}
@@ -263,7 +261,7 @@ class TokenizerLinks:
 
 def _complaint(hello: Hello, card: ModelCard | None) -> str | None:
     """Why a tokenizer cannot be worked with; ``card``: what the others serve."""
-    if hello.oldest_protocol > PROTOCOL_VERSION or hello.protocol < OLDEST_PROTOCOL:
+    if not speaks_our_protocol(hello):
         return (
             f"{hello.name} speaks protocol {hello.oldest_protocol} to {hello.protocol}, "
             f"this gateway {OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import time
 from collections.abc import Callable
 
@@ -21,13 +19,18 @@ from shared.config import Settings
 from shared.errors import ErrorCode, ProtocolError, RequestError, StartupError
 from shared.hop import RunningClock, Timers
 from shared.lifecycle import Heartbeat
+from shared.links import (
+    DEFAULT_ENGINE_ENDPOINT,
+    DEFAULT_WORKERS_ENDPOINT,
+    curve_keys_of,
+    process_name,
+    speaks_our_protocol,
+)
 from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Ready, Step
-from shared.transport import Listener, Poller, load_curve_keys, new_boot
+from shared.transport import Listener, Poller, new_boot
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
-DEFAULT_LISTEN = "tcp://127.0.0.1:5552"
-DEFAULT_LISTEN_WORKERS = "tcp://127.0.0.1:5553"
 TICKS_PER_BEAT = 10
 LAST_WORDS_S = 0.2
 """Sockets drop on close what they have not sent: time for the last Hello to leave."""
@@ -44,9 +47,9 @@ class Engine:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.config = load_engine_config(settings)
-        self.name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        self.name = process_name(settings)
         self._boot = new_boot()
-        self._curve = load_curve_keys(settings.curve_dir) if settings.curve_dir else None
+        self._curve = curve_keys_of(settings)
         self._stopping = False
         self._failure = ""
         self._clock = RunningClock(time.monotonic)
@@ -54,7 +57,7 @@ class Engine:
         self.core = EngineCore(self.config.core, clock=time.monotonic, recorder=self._step_log)
         timers = Timers(settings.beat_s, settings.lease_s)
         self.workers = WorkerLink(
-            settings.listen_workers or DEFAULT_LISTEN_WORKERS,
+            settings.listen_workers or DEFAULT_WORKERS_ENDPOINT,
             boot=self._boot,
             config=self.config.worker,
             clock=self._clock,
@@ -66,7 +69,7 @@ class Engine:
             make_listener=self._listener,
         )
         self.frontends = FrontendLink(
-            self._listener(settings.listen or DEFAULT_LISTEN),
+            self._listener(settings.listen or DEFAULT_ENGINE_ENDPOINT),
             self.core,
             name=self.name,
             timers=timers,
@@ -218,7 +221,7 @@ class Engine:
         )
 
     def _refusal_of(self, peer: Hello) -> str | None:
-        if peer.oldest_protocol > PROTOCOL_VERSION or peer.protocol < OLDEST_PROTOCOL:
+        if not speaks_our_protocol(peer):
             return (
                 f"{peer.role} {peer.name} speaks protocol {peer.oldest_protocol} to {peer.protocol}, this engine "
                 f"{OLDEST_PROTOCOL} to {PROTOCOL_VERSION}"

@@ -8,8 +8,6 @@ hears of this worker at once.
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from gpu_worker.threads import ThreadGovernor, usable_cores
 from shared.config import WORKER, Settings
 from shared.errors import ProtocolError, StartupError
 from shared.lifecycle import Heartbeat
+from shared.links import curve_keys_of, process_name
 from shared.logging import get_logger
 from shared.messages import (
     OLDEST_PROTOCOL,
@@ -33,7 +32,7 @@ from shared.messages import (
     WorkerConfig,
     WorkerFailed,
 )
-from shared.transport import Connector, Poller, load_curve_keys, new_boot
+from shared.transport import Connector, Poller, new_boot
 
 if TYPE_CHECKING:
     from gpu_worker.runner import ModelRunner
@@ -55,8 +54,8 @@ class Worker:
             raise StartupError("--worker-endpoint is missing: where the engine listens for workers")
         self._endpoint = settings.worker_endpoint
         self._device, self._beat_s = settings.device, settings.beat_s
-        self._curve = load_curve_keys(settings.curve_dir) if settings.curve_dir else None
-        self._name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._curve = curve_keys_of(settings)
+        self._name = process_name(settings)
         self._boot = new_boot()
         self._governor = ThreadGovernor(settings.threads, usable_cores())
         self._stopping = False

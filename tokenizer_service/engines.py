@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from shared.hop.timers import Clock
+from shared.links import speaks_our_protocol
 from shared.logging import get_logger
 from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Message, ModelCard
 from shared.transport import Connector, Pump, Received, resolve
@@ -152,7 +153,7 @@ class Engines:
 
 def protocol_refusal(hello: Hello) -> str | None:
     """Why we cannot talk to the sender of ``hello``, in words."""
-    if hello.oldest_protocol > PROTOCOL_VERSION or hello.protocol < OLDEST_PROTOCOL:
+    if not speaks_our_protocol(hello):
         return (
             f"it speaks protocol {hello.oldest_protocol}..{hello.protocol}, "
             f"this side {OLDEST_PROTOCOL}..{PROTOCOL_VERSION}; install the same version of headrace on both sides"

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
-import socket
 import time
 
 from shared.config import Settings
 from shared.errors import StartupError
 from shared.hop import Relay, RunningClock, Timers
 from shared.lifecycle import Heartbeat, install_signal_handlers
+from shared.links import DEFAULT_ENGINE_ENDPOINT, DEFAULT_TOKENIZER_ENDPOINT, curve_keys_of, process_name
 from shared.logging import get_logger
 from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Load, Message, ModelCard
-from shared.transport import Connector, Listener, Pump, Received, load_curve_keys, new_boot
+from shared.transport import Connector, Listener, Pump, Received, new_boot
 from tokenizer_service.calls import Calls
 from tokenizer_service.encoder import Encoder
 from tokenizer_service.engines import REFRESH_S, Engines, protocol_refusal
@@ -28,8 +27,6 @@ from tokenizer_service.model import Model, load_model
 from tokenizer_service.requests import Requests
 from tokenizer_service.template_runner import TemplateRunner
 
-DEFAULT_LISTEN = "tcp://127.0.0.1:5551"
-DEFAULT_ENGINE = "tcp://127.0.0.1:5552"
 TICK_S = 0.1
 
 
@@ -54,10 +51,10 @@ class TokenizerService:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._name = process_name(settings)
         self._boot = new_boot()
-        self._curve = load_curve_keys(settings.curve_dir) if settings.curve_dir else None
-        self._listener = Listener(settings.listen or DEFAULT_LISTEN, boot=self._boot, curve=self._curve)
+        self._curve = curve_keys_of(settings)
+        self._listener = Listener(settings.listen or DEFAULT_TOKENIZER_ENDPOINT, boot=self._boot, curve=self._curve)
         self._pump = Pump(self._listener, self._on_gateway)
         self._gateways: dict[str, float] = {}
         """Peer: when it last said Hello."""
@@ -125,7 +122,7 @@ class TokenizerService:
         encoder = Encoder(model.vocabulary, templates, vocab_size=card.vocab_size, max_model_len=card.max_model_len)
         requests = Requests(encoder, model.detokenizer, model.eos_ids)
         engines = Engines(
-            self._settings.engine_endpoint or [DEFAULT_ENGINE],
+            self._settings.engine_endpoint or [DEFAULT_ENGINE_ENDPOINT],
             card,
             self._connect,
             self._on_engine,

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.sampling.base import SampleRows
-from gpu_worker.sampling.past_tokens import output
+from gpu_worker.sampling.past_tokens import penalised_output
 from shared.messages import SlotInit
 
 
@@ -18,14 +18,12 @@ class FrequencyPenalty:
         self.penalty[request.slot] = request.params.frequency_penalty
 
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        penalties = self.penalty[rows.slots]
-        chosen = np.flatnonzero((penalties != 0.0) & (rows.num_outputs > 0))
-        if not len(chosen):
+        found = penalised_output(logits, rows, self.penalty)
+        if found is None:
             return
-        row, ids = output(rows, chosen)
+        chosen, row, ids, penalty = found
         # Counts are whole numbers, exact in any order of the additions; penalties added one by one would round.
         counts = logits.new_zeros(len(chosen), logits.shape[1])
         counts.index_put_((row, ids), logits.new_ones(()), accumulate=True)
-        penalty = torch.from_numpy(penalties[chosen]).to(logits.device)[row]
         places = torch.from_numpy(chosen).to(logits.device)[row], ids
         logits[places] = logits[places] - penalty * counts[row, ids]

@@ -7,6 +7,7 @@ behind, and a row costs its length instead of a vocabulary of counters.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.sampling.base import Int64, SampleRows
@@ -28,6 +29,26 @@ def output(rows: SampleRows, chosen: Int64) -> tuple[torch.Tensor, torch.Tensor]
     """As ``prompt_and_output``, for generated tokens only."""
     counts = rows.num_outputs[chosen]
     return _tokens(rows, chosen, rows.num_tokens[chosen] - counts, counts)
+
+
+def penalised_output(
+    logits: torch.Tensor, rows: SampleRows, by_slot: npt.NDArray[np.float32]
+) -> tuple[Int64, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """What a penalty on generated tokens needs; None: no row has one and has generated something.
+
+    Args:
+        by_slot: [slots] penalty, 0: none.
+
+    Returns:
+        [some] indices of the penalised rows; then for each entry of ``output``: its index into them, its token id, and
+        its penalty.
+    """
+    penalties = by_slot[rows.slots]
+    chosen = np.flatnonzero((penalties != 0.0) & (rows.num_outputs > 0))
+    if not len(chosen):
+        return None
+    row, ids = output(rows, chosen)
+    return chosen, row, ids, torch.from_numpy(penalties[chosen]).to(logits.device)[row]
 
 
 def _tokens(rows: SampleRows, chosen: Int64, starts: Int64, counts: Int64) -> tuple[torch.Tensor, torch.Tensor]:

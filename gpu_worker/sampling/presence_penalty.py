@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from gpu_worker.sampling.base import SampleRows
-from gpu_worker.sampling.past_tokens import output
+from gpu_worker.sampling.past_tokens import penalised_output
 from shared.messages import SlotInit
 
 
@@ -18,12 +18,10 @@ class PresencePenalty:
         self.penalty[request.slot] = request.params.presence_penalty
 
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        penalties = self.penalty[rows.slots]
-        chosen = np.flatnonzero((penalties != 0.0) & (rows.num_outputs > 0))
-        if not len(chosen):
+        found = penalised_output(logits, rows, self.penalty)
+        if found is None:
             return
-        row, ids = output(rows, chosen)
-        penalty = torch.from_numpy(penalties[chosen]).to(logits.device)[row]
+        chosen, row, ids, penalty = found
         places = torch.from_numpy(chosen).to(logits.device)[row], ids
         # All values are read before one is written, so that a token that occurs twice is penalised once.
         logits[places] = logits[places] - penalty
