@@ -67,6 +67,23 @@ class End:
 
 
 @part
+class PromptInfo:
+    """What a request asked to be told about its prompt; it travels with the first row of a choice.
+
+    An engine gives ``records`` only, a tokenizer gives all that was asked for.
+    """
+
+    records: list[bytes] = dataclasses.field(default_factory=list)
+    """One log-probability record for each prompt token but the first (``shared.logprobs``); empty: not asked for."""
+    ids: bytes = b""
+    """The prompt's token ids, raw int32."""
+    text: str = ""
+    """The prompt as text, to be echoed."""
+    first: bytes = b""
+    """Text bytes of the first prompt token, which has no record."""
+
+
+@part
 class Known:
     """What the client has of a choice: the number of token rows and a digest over their ids (``shared.hop.digest``)."""
 
@@ -92,6 +109,8 @@ class TextSpec:
     deadline_s: float | None = None
     """Remaining time, in seconds; None: no limit."""
     tenant: str = ""
+    echo: bool = False
+    """The prompt's text and ids come back with the first row of each choice (``PromptInfo``)."""
 
 
 @part
@@ -119,6 +138,9 @@ class ModelCard:
     vocab_size: int
     """Width of the logits: ids are valid in 0..vocab_size-1."""
     max_model_len: int
+    sampling_defaults: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    """(request field, value) for fields that a request leaves out, from the model's generation_config; only a
+    tokenizer's card has them, and cards may differ in them."""
 
 
 @part

@@ -30,6 +30,7 @@ from shared.message_parts import (
     FinishReason,
     Known,
     ModelCard,
+    PromptInfo,
     SlotInit,
     TextSpec,
     TokenSpec,
@@ -62,6 +63,7 @@ __all__ = [
     "Load",
     "Message",
     "ModelCard",
+    "PromptInfo",
     "Ready",
     "SlotInit",
     "Step",
@@ -201,8 +203,10 @@ class TokenDelta:
     """[sum of token rows], entry after entry."""
     ends: list[tuple[int, End]]
     """(index into ``rows``, END row)."""
-    logprobs: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
-    """(index into ``rows``, packed log-probabilities of its rows); empty unless asked for."""
+    logprobs: list[tuple[int, list[bytes]]] = dataclasses.field(default_factory=list)
+    """(index into ``rows``, a log-probability record for each of its token rows); only where they were asked for."""
+    prompts: list[tuple[int, PromptInfo]] = dataclasses.field(default_factory=list)
+    """(index into ``rows``, what was asked about the prompt), for entries that start at offset 0."""
 
     ARRAYS: ClassVar[dict[str, int]] = {"rows": 4, "tokens": 0}
 
@@ -219,7 +223,9 @@ class TextDelta:
     """[sum of token rows] the text that each token row releases."""
     ends: list[tuple[int, End, str]]
     """(index into ``rows``, END row, the last text)."""
-    logprobs: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    logprobs: list[tuple[int, list[bytes]]] = dataclasses.field(default_factory=list)
+    """As in ``TokenDelta``, but records with the text of their tokens."""
+    prompts: list[tuple[int, PromptInfo]] = dataclasses.field(default_factory=list)
 
     ARRAYS: ClassVar[dict[str, int]] = {"rows": 4, "tokens": 0}
 
@@ -363,9 +369,12 @@ class StepResult:
     counts: Int32
     """[s] or empty: one token for each sample row."""
     logprobs: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
-    """(sample row, packed log-probabilities)."""
+    """(sample row, log-probability record of its token), in order, for each row that asked for one."""
     compute_s: float = 0.0
     """Time the step took on the worker."""
+    prompt_logprobs: list[tuple[int, list[bytes]]] = dataclasses.field(default_factory=list)
+    """(prefill row, records), in order, for each row that asked for them: of the prompt tokens at start + 1 to
+    start + count, as far as the prompt goes."""
 
     ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0, "counts": 0}
 

@@ -16,6 +16,9 @@ MAX_ALLOWED_TOKEN_IDS = 8192
 """A step that takes in a thousand requests with this many ids each is still a message of 40 MB."""
 MAX_REPETITION_PENALTY = 10.0
 """Far beyond use: 1.5 is strong, and 10 sets whatever was seen apart for good. A bound keeps logits finite."""
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_TOKENS = 64
 MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-4
 """A temperature at or below this is greedy: the division would overflow half precision and change nothing else."""
@@ -28,7 +31,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None: the gateway
     draws one, so that a restart does not redraw. ``max_tokens`` None: up to the context's end.
     ``repetition_penalty`` 1, ``presence_penalty`` and ``frequency_penalty`` 0, ``logit_bias`` [] and
-    ``allowed_token_ids`` None are off.
+    ``allowed_token_ids`` None are off. ``max_tokens`` 0 samples nothing: the prompt is scored, or echoed, only.
     """
 
     n: int = 1
@@ -51,6 +54,16 @@ class SamplingParams:
     """(token id, what is added to its logit), each id once."""
     allowed_token_ids: list[int] | None = None
     """No other ids are sampled."""
+    bad_words: list[str] = dataclasses.field(default_factory=list)
+    """Words that are never completed; the tokenizer turns them into ``bad_words_token_ids``."""
+    bad_words_token_ids: list[list[int]] = dataclasses.field(default_factory=list)
+    """Sequences of ids that are never completed: the last id is not sampled after all the others."""
+    logprobs: int | None = None
+    """How many of the most probable tokens to report at each position, beside the sampled one; None: report none."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many of the prompt's last tokens; -1: as many as the context holds."""
 
     @property
     def greedy(self) -> bool:
@@ -71,7 +84,7 @@ class SamplingParams:
         if self.seed is not None:
             _integer("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _integer("max_tokens", self.max_tokens, 0, 2**31 - 1)
         _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -80,6 +93,24 @@ class SamplingParams:
         self._validate_stops(vocab_size)
         self._validate_penalties()
         self._validate_biases(vocab_size)
+        self._validate_bad_words(vocab_size)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (wanted := getattr(self, name)) is not None:
+                _integer(name, wanted, 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None:
+            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
+            if self.truncate_prompt_tokens == 0:
+                raise RequestError("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens")
+
+    def _validate_bad_words(self, vocab_size: int | None) -> None:
+        check_count(len(self.bad_words), MAX_BAD_WORDS, "bad_words")
+        if any(not isinstance(word, str) or not word.strip() for word in self.bad_words):
+            raise RequestError("bad_words must hold strings that are not blank", "bad_words")
+        for ids in self.bad_words_token_ids:
+            if not ids:
+                raise RequestError("bad_words_token_ids must not hold an empty list", "bad_words_token_ids")
+            check_count(len(ids), MAX_BAD_WORD_TOKENS, "bad_words_token_ids")
+            check_token_ids(ids, vocab_size, "bad_words_token_ids")
 
     def _validate_stops(self, vocab_size: int | None) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
