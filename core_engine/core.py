@@ -88,7 +88,8 @@ class EngineCore:
             bounded: refuse if too many wait; otherwise what was accepted once is accepted again.
 
         Returns:
-            Their sequences. One whose ids end it already is not queued; its ``finish_reason`` is set.
+            Their sequences. One whose ids end it already, or that wants neither tokens nor its prompt scored, is not
+            queued; its ``finish_reason`` is set.
 
         Raises:
             RequestError: it can never run, or the queue is full; nothing was queued.
@@ -101,7 +102,8 @@ class EngineCore:
         for sequence in sequences:
             self.stops.add(request.stop_ids)
             length = len(sequence.tokens)
-            end = sequence.end_of(int(sequence.tokens[-1]), length) if length > sequence.prompt_len else None
+            ended = length > sequence.prompt_len or (sequence.silent and not sequence.scoring)
+            end = sequence.end_of(int(sequence.tokens[-1]), length) if ended else None
             if end is None:
                 self.waiting.push(sequence)
             else:
@@ -166,7 +168,7 @@ class EngineCore:
     def _ended(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         sequence.ended_at = self.clock()
-        sequence.num_generated = self._length_of(sequence) - sequence.prompt_len
+        sequence.num_generated = 0 if sequence.silent else self._length_of(sequence) - sequence.prompt_len
         self.stops.remove(sequence.request.stop_ids)
         if sequence.request.finished:
             self.metrics.finished(sequence.request)

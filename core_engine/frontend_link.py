@@ -14,7 +14,7 @@ from core_engine.settle import Settled
 from shared.errors import ErrorCode, RequestError
 from shared.hop import ENGINE, EngineChild, Log, RunningClock, Timers
 from shared.hop import Request as HopRequest
-from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, TokenSpec
+from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, PromptInfo, TokenSpec
 from shared.sampling import check_token_ids
 from shared.transport import Listener
 
@@ -76,7 +76,7 @@ class FrontendLink:
     def deliver(self, settled: Settled) -> None:
         """Write what a step gave into the logs, and send it; ``flush`` sends what is left."""
         logs = [sequence.context for sequence in settled.sequences]
-        self.child.append_rows(logs, settled.rows, settled.tokens)
+        self.child.append_rows(logs, settled.rows, settled.tokens, settled.records)
         for sequence in settled.finished:
             self._finish(sequence)
 
@@ -192,6 +192,8 @@ class FrontendLink:
 
     def _on_first_token(self, sequence: Sequence) -> None:
         self.child.report_cached(sequence.context.request, sequence.cached_tokens or 0)
+        if sequence.prompt_records is not None:
+            sequence.context.prompt = PromptInfo(sequence.prompt_records)
 
     def _finish(self, sequence: Sequence) -> None:
         assert sequence.finish_reason is not None

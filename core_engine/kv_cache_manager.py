@@ -40,7 +40,8 @@ class KVCacheManager:
     def allocate(self, sequence: Sequence, *, reserve: int = 0, max_new_tokens: int | None = None) -> int | None:
         """Match the cached prefix of a waiting sequence and allocate blocks for the rest of its tokens, or do nothing.
 
-        At least one token stays to be computed, so that there are logits to sample from.
+        At least one token stays to be computed, so that there are logits to sample from; where the prompt is scored all
+        of them are.
 
         Args:
             reserve: blocks that must stay free.
@@ -51,7 +52,7 @@ class KVCacheManager:
         """
         assert not sequence.blocks, f"{sequence} holds blocks already"
         num_tokens = len(sequence.tokens)
-        hits = self._match(sequence)
+        hits = [] if sequence.scoring else self._match(sequence)
         num_cached = len(hits) * self.block_size
         if max_new_tokens is not None and num_tokens - num_cached > max_new_tokens:
             return None

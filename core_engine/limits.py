@@ -10,7 +10,8 @@ def sequence_limit(
 ) -> int:
     """Tokens that a sequence may have, prompt included.
 
-    Without ``max_tokens`` it may go on to the end of the context, or of the KV cache if that is shorter.
+    Without ``max_tokens`` it may go on to the end of the context, or of the KV cache if that is shorter. There is room
+    for one token even where none is wanted.
 
     Args:
         kv_capacity: tokens that the smallest KV cache of the workers holds; None: no worker is ready yet.
@@ -20,7 +21,7 @@ def sequence_limit(
     """
     if prompt_len < 1:
         raise RequestError("the prompt is empty", "prompt")
-    wanted = 1 if max_tokens is None else max_tokens
+    wanted = max(1, max_tokens or 0)
     field = "prompt" if prompt_len + 1 > max_model_len else "max_tokens"
     if prompt_len + wanted > max_model_len:
         raise RequestError(f"max_tokens {wanted} + prompt {prompt_len} > max_model_len {max_model_len}", field)
@@ -31,5 +32,5 @@ def sequence_limit(
             "prompt" if prompt_len + 1 > kv_capacity else "max_tokens",
         )
     if max_tokens is not None:
-        return prompt_len + max_tokens
+        return prompt_len + wanted
     return max_model_len if kv_capacity is None else min(max_model_len, kv_capacity)

@@ -70,6 +70,7 @@ class Sequence:
         "num_generated",
         "num_hashed",
         "num_preemptions",
+        "prompt_records",
         "request",
         "resting",
         "root",
@@ -104,6 +105,9 @@ class Sequence:
         self.num_generated = 0
         """Tokens beyond the prompt; known once it has ended."""
         self.num_preemptions = 0
+        self.prompt_records: list[bytes] | None = [] if self._scores_prompt(generated) else None
+        """Log-probability records of the prompt tokens from the second on, as far as they are settled; None: not
+        asked for, or somebody has them already."""
         self.resting = False
         """Nobody renews it: it gives its slot back and does not wait for one."""
         self.strikes = 0
@@ -127,6 +131,20 @@ class Sequence:
         return self.request.order, self.choice
 
     @property
+    def scoring(self) -> bool:
+        """Its prompt has to be computed, whatever the cache holds: each position's logits are wanted."""
+        return self.prompt_records is not None and len(self.tokens) == self.prompt_len
+
+    @property
+    def silent(self) -> bool:
+        """No token is wanted: what is sampled after its prompt is discarded."""
+        return self.request.params.max_tokens == 0
+
+    def _scores_prompt(self, generated: Int32) -> bool:
+        """The records go with the first row of the first choice."""
+        return self.request.params.prompt_logprobs is not None and self.choice == 0 and not generated.size
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
 
@@ -136,6 +154,8 @@ class Sequence:
         A stop token counts once ``min_tokens`` are generated; it wins over the length.
         """
         params = self.request.params
+        if self.silent:
+            return FinishReason.LENGTH, None
         if token in self.request.stop_ids and length - self.prompt_len >= params.min_tokens:
             is_eos = token in self.request.eos_ids and not params.ignore_eos
             return FinishReason.STOP, None if is_eos else token

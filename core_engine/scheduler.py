@@ -192,6 +192,8 @@ class Scheduler:
         self.waiting.remove(sequence)
         slot = replica.slots.enter(sequence, num_cached, len(sequence.blocks) * replica.kv.block_size)
         replica.prefilling.append(sequence)
+        if sequence.scoring and sequence.prompt_records:
+            sequence.prompt_records = []
         draft.admitted.append((sequence, num_cached))
         draft.blocks += [(slot, block.id) for block in sequence.blocks]
         if sequence.scheduled_at is None:
@@ -267,8 +269,10 @@ class Scheduler:
 
 
 def _slot_init(sequence: Sequence, num_cached: int) -> SlotInit:
-    request = sequence.request
+    request, params = sequence.request, sequence.request.params
     assert sequence.slot is not None
+    if params.prompt_logprobs is not None and not sequence.scoring:
+        params = dataclasses.replace(params, prompt_logprobs=None)
     return SlotInit(
         slot=sequence.slot,
         rid=request.rid,
@@ -277,7 +281,7 @@ def _slot_init(sequence: Sequence, num_cached: int) -> SlotInit:
         prompt_len=sequence.prompt_len,
         start=num_cached,
         limit=sequence.limit,
-        params=request.params,
+        params=params,
         eos_ids=list(request.eos_ids),
     )
 

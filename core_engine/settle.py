@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import numpy.typing as npt
 
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Sequence
+from core_engine.slot_table import SlotTable
 from shared.errors import ProtocolError
 from shared.messages import Int32, StepResult
 
@@ -24,6 +26,14 @@ class Settled:
     """[k]"""
     finished: list[Sequence]
     """Their ``finish_reason`` and ``stop_reason`` are set."""
+    records: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
+    """(index into ``sequences``, log-probability record), for each that asked for them."""
+
+    def without_silent(self) -> Settled:
+        """Without the tokens of sequences that want none."""
+        kept = np.array([not sequence.silent for sequence in self.sequences], np.bool_)
+        sequences = [sequence for sequence in self.sequences if not sequence.silent]
+        return Settled(sequences, self.rows[kept], self.tokens[kept], self.finished, _kept(self.records, kept))
 
 
 class StopTable:
@@ -57,13 +67,14 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     Raises:
         ProtocolError: not the result of ``step``, or an id outside the vocabulary; the epoch is over.
     """
-    _check(step, result, stops)
     slots, kv = replica.slots, replica.kv
+    _check(step, result, stops, slots)
+    _keep_prompt_records(step, result)
     slots.inflight[step.rows] -= 1
-    sampled, tokens = step.sampled, result.tokens
+    sampled, tokens, records = step.sampled, result.tokens, result.logprobs
     wanted = ~slots.ended[sampled]
     if not wanted.all():
-        sampled, tokens = sampled[wanted], tokens[wanted]
+        sampled, tokens, records = sampled[wanted], tokens[wanted], _kept(records, wanted)
     before = slots.num_tokens[sampled]
     slots.tokens[sampled, before] = tokens
     slots.num_tokens[sampled] = before + 1
@@ -83,6 +94,7 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
         rows=rows,
         tokens=tokens,
         finished=[],
+        records=records,
     )
     ending = stops.may_stop[tokens] | (before + 1 >= slots.limit[sampled])
     for row in np.flatnonzero(ending).tolist():
@@ -95,10 +107,34 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     leaving = step.rows[slots.leaving[step.rows]]
     for slot in leaving[slots.inflight[leaving] == 0].tolist():
         replica.drained(slots.sequence_at(slot))
-    return settled
+    return settled.without_silent() if any(sequence.silent for sequence in settled.finished) else settled
 
 
-def _check(step: StepInFlight, result: StepResult, stops: StopTable) -> None:
+def _kept(records: list[tuple[int, bytes]], kept: npt.NDArray[np.bool_]) -> list[tuple[int, bytes]]:
+    """The records of the rows that are kept, by their new indices."""
+    if not records:
+        return records
+    places = np.cumsum(kept) - 1
+    return [(int(places[index]), record) for index, record in records if kept[index]]
+
+
+def _keep_prompt_records(step: StepInFlight, result: StepResult) -> None:
+    """Append the records of a chunk to those of the chunks before it.
+
+    Raises:
+        ProtocolError: they do not follow these.
+    """
+    for row, records in result.prompt_logprobs:
+        sequence, num_settled = step.prefills[row] if 0 <= row < len(step.prefills) else (None, 0)
+        held = None if sequence is None else sequence.prompt_records
+        if sequence is None or held is None:
+            raise ProtocolError(f"log-probabilities of a prompt that were not asked for in step {step.number}")
+        if len(held) + len(records) != min(num_settled, sequence.prompt_len - 1):
+            raise ProtocolError(f"{len(records)} log-probabilities of a prompt after {len(held)} in step {step.number}")
+        held += records
+
+
+def _check(step: StepInFlight, result: StepResult, stops: StopTable, slots: SlotTable) -> None:
     if result.number != step.number:
         raise ProtocolError(f"result of step {result.number} instead of step {step.number}")
     if len(result.tokens) != len(step.sampled):
@@ -106,3 +142,5 @@ def _check(step: StepInFlight, result: StepResult, stops: StopTable) -> None:
     # As unsigned numbers, so that one comparison finds negative ids too.
     if len(result.tokens) and result.tokens.view(np.uint32).max() >= stops.vocab_size:
         raise ProtocolError(f"a token id outside the vocabulary of {stops.vocab_size} in step {step.number}")
+    if [row for row, _ in result.logprobs] != np.flatnonzero(slots.recorded[step.sampled]).tolist():
+        raise ProtocolError(f"log-probabilities of other rows than asked for them in step {step.number}")

@@ -36,6 +36,8 @@ class SlotTable:
         self.capacity = np.zeros(num_slots, np.int64)
         """Tokens that the blocks of the slot hold."""
         self.limit = np.zeros(num_slots, np.int64)
+        self.recorded = np.zeros(num_slots, np.bool_)
+        """Each of its tokens comes with a log-probability record."""
         self.inflight = np.zeros(num_slots, np.int64)
         """Steps that name the slot and are not settled."""
         self.decoding = np.zeros(num_slots, np.bool_)
@@ -73,6 +75,7 @@ class SlotTable:
         self.num_computed[slot] = num_computed
         self.capacity[slot] = capacity
         self.limit[slot] = sequence.limit
+        self.recorded[slot] = sequence.request.params.logprobs is not None
         return slot
 
     def leave(self, sequence: Sequence) -> int:
@@ -85,7 +88,7 @@ class SlotTable:
         self.sequences[slot] = None
         for column in (self.prompt_len, self.num_tokens, self.num_computed, self.capacity, self.limit):
             column[slot] = 0
-        for flag in (self.decoding, self.leaving, self.ended):
+        for flag in (self.decoding, self.leaving, self.ended, self.recorded):
             flag[slot] = False
         self._free.append(slot)
         return slot

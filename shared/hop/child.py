@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 from shared.errors import ErrorCode
@@ -110,22 +110,12 @@ class Child:
 
     def append(self, log: Log, token: int) -> None:
         """Add a token row."""
-        log.ids.append(token)
-        if not log.dirty:
-            self.mark(log)
+        self.extend(log, (token,))
 
-    def extend(self, log: Log, tokens: Iterable[int]) -> None:
-        """Add token rows."""
-        log.ids.extend(tokens)
+    def extend(self, log: Log, tokens: Sequence[int], records: Sequence[bytes] = ()) -> None:
+        """Add token rows, with their log-probability records if the request asked for them."""
+        log.grow(tokens, records)
         self.mark(log)
-
-    def append_step(self, logs: Iterable[Log], tokens: Iterable[int]) -> None:
-        """Add one token row to each of these logs (all of a step)."""
-        for log, token in zip(logs, tokens, strict=True):
-            log.ids.append(token)
-            if not log.dirty and log.outbox is not None:
-                log.dirty = True
-                log.outbox.dirty.append(log)
 
     def mark(self, log: Log) -> None:
         """Say that a log may hold rows that were not sent; the methods that add rows do so themselves."""

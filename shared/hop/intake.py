@@ -28,6 +28,7 @@ def take_delta(
     """
     handles, ids = child.handles, message.tokens.tolist()
     pieces, ends = _text_of(message)
+    records, prompts = dict(message.logprobs), dict(message.prompts)
     growths: list[Growth] = []
     gaps: list[Request] = []
     stop = 0
@@ -45,9 +46,11 @@ def take_delta(
         if offset > have:
             gaps.append(request)
             continue
+        if offset == 0 and index in prompts:
+            log.prompt = prompts[index]
         start += have - offset  # trim the rows that are here already
         if start < stop:
-            log.ids.extend(ids[start:stop])
+            log.grow(ids[start:stop], records[index][have - offset : count] if index in records else ())
             if pieces is not None:
                 log.pieces.extend(pieces[start:stop])
             if lower.suspect:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shared.messages import End, FinishReason, Known
+from shared.messages import End, FinishReason, Known, PromptInfo
 
 if TYPE_CHECKING:
     from shared.hop.outbox import Outbox
@@ -44,6 +44,9 @@ class Log:
         "live",
         "outbox",
         "pieces",
+        "prompt",
+        "recorded",
+        "records",
         "request",
         "sent",
     )
@@ -59,6 +62,12 @@ class Log:
         """At a tokenizer and a gateway: the text that each token row releases."""
         self.last_piece = ""
         """The text that the END row releases."""
+        self.recorded = request.spec.params.logprobs is not None
+        """Whether the request asked for log-probabilities."""
+        self.records: list[bytes] = [b""] * len(self.ids) if self.recorded else []
+        """If so, the record of each token row (``shared.logprobs``); b"": the row was given, and who gave it has it."""
+        self.prompt: PromptInfo | None = None
+        """What goes with the first row: it is sent, and taken, with row 0 only."""
         self.context: Any = None
         """The owner's: a sequence, a detokenizer, a stream."""
         self.live = True
@@ -80,6 +89,13 @@ class Log:
     def failed(self) -> bool:
         """Whether it ended with an error, which ends the whole request."""
         return self.end is not None and self.end.reason is FinishReason.ERROR
+
+    def grow(self, ids: Sequence[int], records: Sequence[bytes] = ()) -> None:
+        """Add token rows; where log-probabilities were asked for, a row without a record gets an empty one."""
+        self.ids.extend(ids)
+        if self.recorded:
+            self.records.extend(records)
+            self.records.extend([b""] * (len(self.ids) - len(self.records)))
 
     def digest_at(self, count: int) -> bytes:
         """Digest of the first ``count`` ids. Asking for growing counts costs only the new ids each time."""
@@ -105,6 +121,7 @@ class Log:
         if tokens < len(self.ids):
             del self.ids[tokens:]
             del self.pieces[tokens:]
+            del self.records[tokens:]
             if self._hashed > tokens:
                 self._hash, self._hashed = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
         prompt_tokens = end.prompt_tokens or self.request.prompt_tokens

@@ -7,17 +7,19 @@ covers it: a slow reader gets merged ranges, and no queue grows.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import numpy as np
 
 from shared.hop.log import Log
 from shared.hop.request import Request
-from shared.messages import End, Held, Int32, Message, TextDelta, TokenDelta
+from shared.messages import End, Held, Int32, Message, PromptInfo, TextDelta, TokenDelta
 
 MAX_TOKENS = 65_536
 """Token rows in one delta message, give or take those of one step."""
+MAX_EXTRA_BYTES = 8 * 1024 * 1024
+"""Log-probability records in one delta message, give or take those of one log."""
 
 Send: TypeAlias = Callable[[str, Message], bool]
 """``send(peer, message)``: False when it cannot go out now."""
@@ -26,9 +28,10 @@ Send: TypeAlias = Callable[[str, Message], bool]
 class Batch:
     """The unsent ranges of some logs, counted as sent until ``restore``."""
 
-    __slots__ = ("ends", "logs", "rows", "tokens")
+    __slots__ = ("ends", "extra_bytes", "logs", "rows", "tokens")
 
     def __init__(self) -> None:
+        self.extra_bytes = 0
         self.logs: list[Log] = []
         self.rows: list[int] = []
         """Four numbers for each log: handle, choice, start, token rows."""
@@ -62,6 +65,10 @@ class Batch:
             log.dirty = False
             rows += (log.handle, log.choice, start, count)
             logs.append(log)
+            if log.recorded or log.prompt is not None:
+                self.extra_bytes += _extra_bytes(log, start)
+                if self.extra_bytes > MAX_EXTRA_BYTES:
+                    return position + 1
         return len(outbox.dirty)
 
     def _take_part(self, log: Log, start: int, count: int) -> None:
@@ -77,9 +84,44 @@ class Batch:
         for log, start in zip(self.logs, self.rows[2::4], strict=True):
             log.sent, log.dirty = start, True
 
+    def logprobs(self) -> list[tuple[int, list[bytes]]]:
+        """The records of the rows, where they were asked for."""
+        return [
+            (index, log.records[start : start + count])
+            for index, (log, start, count) in enumerate(self._ranges())
+            if log.records and count
+        ]
+
+    def prompts(self) -> list[tuple[int, PromptInfo]]:
+        """What goes with first rows."""
+        return [
+            (index, log.prompt)
+            for index, (log, start, _) in enumerate(self._ranges())
+            if start == 0 and log.prompt is not None
+        ]
+
+    def pieces(self) -> list[str]:
+        """The text of each token row."""
+        pieces: list[str] = []
+        for log, start, count in self._ranges():
+            pieces.extend(log.pieces[start : start + count])
+        return pieces
+
+    def _ranges(self) -> Iterable[tuple[Log, int, int]]:
+        """Each log, its first row, and how many token rows."""
+        return zip(self.logs, self.rows[2::4], self.rows[3::4], strict=True)
+
     def arrays(self) -> tuple[Int32, Int32]:
         """``rows`` [k, 4] and ``tokens`` of a delta."""
         return _int32(self.rows).reshape(-1, 4), _int32(self.tokens)
+
+
+def _extra_bytes(log: Log, start: int) -> int:
+    """Size of what goes with the rows from ``start`` on, beside ids and text."""
+    size = sum(map(len, log.records[start:]))
+    if start == 0 and log.prompt is not None:
+        size += sum(map(len, log.prompt.records)) + len(log.prompt.ids) + len(log.prompt.text)
+    return size
 
 
 def _int32(values: list[int]) -> Int32:
@@ -93,16 +135,13 @@ MakeDelta: TypeAlias = Callable[[Batch], Message]
 def token_delta(batch: Batch) -> TokenDelta:
     """The delta of an engine."""
     ends: list[tuple[int, End]] = [(index, log.end) for index, log in batch.ends if log.end is not None]
-    return TokenDelta(*batch.arrays(), ends)
+    return TokenDelta(*batch.arrays(), ends, batch.logprobs(), batch.prompts())
 
 
 def text_delta(batch: Batch) -> TextDelta:
     """The delta of a tokenizer: every token row has its piece."""
-    pieces: list[str] = []
-    for log, start, count in zip(batch.logs, batch.rows[2::4], batch.rows[3::4], strict=True):
-        pieces.extend(log.pieces[start : start + count])
     ends = [(index, log.end, log.last_piece) for index, log in batch.ends if log.end is not None]
-    return TextDelta(*batch.arrays(), pieces, ends)
+    return TextDelta(*batch.arrays(), batch.pieces(), ends, batch.logprobs(), batch.prompts())
 
 
 class Outbox:

@@ -109,7 +109,8 @@ def rows_of(delta):
 def test_rows_of_a_step_go_out_in_one_message(owner):
     one, two = owner.submit(handle=1, rid="one"), owner.submit(handle=2, rid="two", n=2)
     assert owner.take()[0].rows.tolist() == [[1, 1, 3, 0], [2, 1, 3, 0]]
-    owner.child.append_step([one.logs[0], two.logs[0], two.logs[1]], [10, 20, 30])
+    for log, token in ((one.logs[0], 10), (two.logs[0], 20), (two.logs[1], 30)):
+        owner.child.append(log, token)
     owner.child.finish(two.logs[1], STOP)
     (delta,) = owner.take()
     assert rows_of(delta) == ([[1, 0, 0, 1], [2, 0, 0, 1], [2, 1, 0, 1]], [10, 20, 30])
@@ -126,7 +127,8 @@ def test_rows_of_a_step_go_out_in_one_message(owner):
 def test_each_parent_gets_its_own(owner):
     one, two = owner.submit(rid="one", peer="t/1"), owner.submit(rid="two", peer="t/2")
     owner.take()
-    owner.child.append_step([one.logs[0], two.logs[0]], [1, 2])
+    owner.child.append(one.logs[0], 1)
+    owner.child.append(two.logs[0], 2)
     owner.child.flush()
     assert sorted((peer, message.tokens.tolist()) for peer, message in owner.sent) == [("t/1", [1]), ("t/2", [2])]
 
