@@ -124,14 +124,17 @@ def _keep_prompt_records(step: StepInFlight, result: StepResult) -> None:
     Raises:
         ProtocolError: they do not follow these.
     """
-    for row, records in result.prompt_logprobs:
-        sequence, num_settled = step.prefills[row] if 0 <= row < len(step.prefills) else (None, 0)
-        held = None if sequence is None else sequence.prompt_records
-        if sequence is None or held is None:
-            raise ProtocolError(f"log-probabilities of a prompt that were not asked for in step {step.number}")
-        if len(held) + len(records) != min(num_settled, sequence.prompt_len - 1):
-            raise ProtocolError(f"{len(records)} log-probabilities of a prompt after {len(held)} in step {step.number}")
-        held += records
+    given = dict(result.prompt_logprobs)
+    for row, (sequence, num_settled) in enumerate(step.prefills):
+        if sequence.scoring:
+            held, records = sequence.prompt_records or [], given.pop(row, [])
+            if len(held) + len(records) != min(num_settled, sequence.prompt_len - 1):
+                words = f"{len(records)} log-probabilities of a prompt after {len(held)}"
+                raise ProtocolError(f"{words} in step {step.number}")
+            held += records
+            sequence.prompt_records = held
+    if given:
+        raise ProtocolError(f"log-probabilities of a prompt that were not asked for in step {step.number}")
 
 
 def _check(step: StepInFlight, result: StepResult, stops: StopTable, slots: SlotTable) -> None:

@@ -39,6 +39,11 @@ def sample(prefix_hash: int, choice: int) -> int:
     return (prefix_hash >> 7) * (2 * choice + 1) % VOCAB
 
 
+def record_of(prefix_hash: int) -> bytes:
+    """The log-probability record of the token that ends a prefix."""
+    return b"%d" % prefix_hash
+
+
 def reference(request: Request, choice: int, limit: int) -> tuple[list[int], FinishReason]:
     """What the request gives alone, one token after another, with all the memory in the world."""
     state = 7
@@ -46,6 +51,8 @@ def reference(request: Request, choice: int, limit: int) -> tuple[list[int], Fin
         state = extend(state, token)
     output: list[int] = []
     params = request.params
+    if params.max_tokens == 0:
+        return [], FinishReason.LENGTH
     while True:
         token = sample(state, choice)
         output.append(token)
@@ -88,8 +95,27 @@ class SimulatedWorker:
         assert len({slot for slot, _, _ in forward}) == len(forward), "a slot has two rows"
         for slot, start, count in forward:
             self._write(self.slots[slot], start, count)
+        prompts = [
+            (row, records)
+            for row, span in enumerate(step.prefill.tolist())
+            if (records := self._score(*span)) is not None
+        ]
         tokens = [self._sample(*forward[row], slot) for row, slot in step.sample.tolist()]
-        return StepResult(step.epoch, step.number, np.array(tokens, np.int32), np.empty(0, np.int32))
+        recorded = [
+            (index, record_of(self.slots[slot].hashes[-1]))
+            for index, slot in enumerate(step.sample[:, 1].tolist())
+            if self.slots[slot].init.params.logprobs is not None
+        ]
+        array = np.array(tokens, np.int32)
+        return StepResult(step.epoch, step.number, array, np.empty(0, np.int32), recorded, prompt_logprobs=prompts)
+
+    def _score(self, slot: int, start: int, count: int) -> list[bytes] | None:
+        """The records of the prompt tokens that the positions of a prefill row predict; None: not asked for."""
+        state = self.slots[slot]
+        if state.init.params.prompt_logprobs is None:
+            return None
+        last = min(start + count, state.init.prompt_len - 1)
+        return [record_of(state.hashes[position]) for position in range(start + 1, last + 1)]
 
     def _open(self, step: Step) -> None:
         offset = 0
@@ -157,6 +183,7 @@ class Simulation:
         self.core = core(self.config, clock=lambda: self.now, recorder=self.records.append)
         self.requests: list[Request] = []
         self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.logprobs: dict[tuple[str, int], list[bytes]] = {}
         self.sent: deque[Step] = deque()
         self.num_epochs = 0
         self.restart_worker()
@@ -193,6 +220,7 @@ class Simulation:
         for sequence in request.sequences:
             sequence.handle = 100 + len(self.requests)
             self.outputs[sequence.request.rid, sequence.choice] = []
+            self.logprobs[sequence.request.rid, sequence.choice] = []
         return request
 
     def plan(self) -> Step | None:
@@ -208,6 +236,9 @@ class Simulation:
             output = self.outputs[sequence.request.rid, sequence.choice]
             assert row == [sequence.handle, sequence.choice, len(output), 1]
             output.append(int(token))
+        for index, record in settled.records:
+            sequence = settled.sequences[index]
+            self.logprobs[sequence.request.rid, sequence.choice].append(record)
 
     def tick(self) -> bool:
         """Fill the window, then settle one step. Returns whether anything was in flight."""
@@ -239,6 +270,17 @@ class Simulation:
                     assert output == expected[: len(output)]
                 else:
                     assert (output, sequence.finish_reason) == (expected, reason), request.rid
+                self._check_records(sequence, output)
+
+    def _check_records(self, sequence: Sequence, output: list[int]) -> None:
+        """One record for each token where they were asked for, and those of the prompt, chunks put together."""
+        request = sequence.request
+        prompt = request.prompt.tolist()
+        hashes = _hashes(prompt + output)
+        recorded = hashes[len(prompt) :] if request.params.logprobs is not None else []
+        assert self.logprobs[request.rid, sequence.choice] == [record_of(state) for state in recorded], request.rid
+        if sequence.choice == 0 and request.params.prompt_logprobs is not None and sequence.first_token_at is not None:
+            assert sequence.prompt_records == [record_of(state) for state in hashes[1 : len(prompt)]], request.rid
 
     def check_empty(self) -> None:
         """Every block and slot is back."""

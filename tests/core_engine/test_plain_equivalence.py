@@ -46,14 +46,19 @@ def plain_settle(replica: Replica, step: StepInFlight, result: StepResult, stops
     for slot in step.rows.tolist():
         slots.inflight[slot] -= 1
     computed = dict.fromkeys(step.rows.tolist(), -1) | {s.slot: end for s, end in step.prefills}
-    tokens, rows_of = [], []
-    for slot, token in zip(step.sampled.tolist(), result.tokens.tolist(), strict=True):
+    for row, records in result.prompt_logprobs:
+        scored = step.prefills[row][0]
+        scored.prompt_records = [*(scored.prompt_records or []), *records]
+    tokens, rows_of, logprobs = [], [], dict(result.logprobs)
+    for index, (slot, token) in enumerate(zip(step.sampled.tolist(), result.tokens.tolist(), strict=True)):
         sequence = slots.sequence_at(slot)
         if sequence.exit in (Exit.FINISH, Exit.ABORT):
             continue
         slots.tokens[slot, slots.num_tokens[slot]] = token
         slots.num_tokens[slot] += 1
         computed[slot] = int(slots.num_tokens[slot]) - 1
+        if index in logprobs:
+            settled.records.append((len(settled.sequences), logprobs[index]))
         settled.sequences.append(sequence)
         rows_of.append((sequence.handle, sequence.choice, computed[slot] - sequence.prompt_len, 1))
         tokens.append(token)
@@ -69,8 +74,9 @@ def plain_settle(replica: Replica, step: StepInFlight, result: StepResult, stops
     for slot in step.rows.tolist():
         if slots.leaving[slot] and slots.inflight[slot] == 0:
             replica.drained(slots.sequence_at(slot))
-    rows = np.array(rows_of, np.int32).reshape(-1, 4)
-    return Settled(settled.sequences, rows, np.array(tokens, np.int32), settled.finished)
+    rows, wanted = np.array(rows_of, np.int32).reshape(-1, 4), np.array(tokens, np.int32)
+    whole = Settled(settled.sequences, rows, wanted, settled.finished, settled.records)
+    return whole.without_silent()
 
 
 def same(one: Step, other: Step) -> bool:
@@ -91,4 +97,4 @@ def test_same_steps(options: dict[str, Any], seed: int) -> None:
         drive(plain, seed)
     assert len(fast.steps) == len(plain.steps)
     assert all(map(same, fast.steps, plain.steps))
-    assert fast.outputs == plain.outputs
+    assert (fast.outputs, fast.logprobs) == (plain.outputs, plain.logprobs)

@@ -34,7 +34,7 @@ def drive(simulation: Simulation, seed: int, *, num_requests: int = 24, restarts
     for tick in range(20_000):
         while submitted < num_requests and rng.random() < arrival:
             prompt = rng.choice(prefixes) + [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
-            most = rng.choice([1, 2, 5, 12, 30])
+            most = rng.choice([0, 1, 2, 5, 12, 30])
             simulation.submit(
                 prompt,
                 salt=rng.choice(["", "", "x"]),
@@ -44,6 +44,8 @@ def drive(simulation: Simulation, seed: int, *, num_requests: int = 24, restarts
                 min_tokens=rng.choice([0, 0, min(most, 4)]),
                 ignore_eos=rng.random() < 0.2,
                 stop_token_ids=[rng.randrange(VOCAB)] if rng.random() < 0.3 else [],
+                logprobs=rng.choice([None, 0, 5]),
+                prompt_logprobs=rng.choice([None, None, 0, 3]),
             )
             submitted += 1
         live = simulation.live()
