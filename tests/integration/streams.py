@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from typing import Any
 
@@ -28,7 +31,8 @@ def refusal(server: Any, path: str, body: Any) -> tuple[int, dict[str, Any]]:
     try:
         answer = server.post(path, body)
     except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]
+        with error:
+            return error.code, json.load(error)["error"]
     raise AssertionError(f"not refused: {answer}")
 
 
@@ -80,3 +84,12 @@ def both(server: Any, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], 
                 assert joined.column(index, name) == column, name
     assert len(joined.text) == len(whole["choices"])
     return whole, joined
+
+
+def raw_post(server: Any, path: str, body: bytes | str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
+    """Status, headers and JSON of an answer to a body that is sent as it is."""
+    parts = urllib.parse.urlsplit(server.url)
+    with contextlib.closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+        connection.request("POST", path, body, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, json.loads(answer.read())

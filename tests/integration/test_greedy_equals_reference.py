@@ -71,7 +71,7 @@ class Stack:
                 window.append(step)
             assert window, "requests are left, but there is nothing to do"
             step = window.popleft()
-            tokens, _ = self.runner.launch(step).wait()
+            tokens = self.runner.launch(step).wait().tokens
             result = StepResult(step.epoch, step.number, np.asarray(tokens, np.int32), NO_IDS)
             settled = self.core.settle(self.replica, result)
             for sequence, token in zip(settled.sequences, settled.tokens.tolist(), strict=True):

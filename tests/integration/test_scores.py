@@ -98,11 +98,10 @@ def test_echo_gives_the_prompt_and_its_scores(server: Any, tokenizer: Any, refer
     expected = reference(ids)
     chosen = expected.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
     assert logprobs["token_logprobs"][1:] == pytest.approx(chosen, abs=1e-2)
-    offset = 0
+    assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
     for token, start in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
-        assert start == offset
-        assert choice["text"][offset:].startswith(token)
-        offset += len(token)
+        # A token that holds only a part of a character has no text of its own.
+        assert token.startswith("bytes:") or choice["text"][start:].startswith(token)
     for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
         assert token in top
 
