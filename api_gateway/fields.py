@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from shared.errors import RequestError
-from shared.sampling import MAX_LOGIT_BIAS, check_count
+from shared.sampling import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, check_count
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """(field name, JSON value) -> the value as it is used; raises RequestError."""
@@ -58,8 +58,10 @@ class Field:
 Table: TypeAlias = Mapping[str, Field]
 
 
-def read_fields(body: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], list[str]]:
-    """Check ``body`` against ``table``.
+def read_fields(
+    body: Mapping[str, Any], table: Table, defaults: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Check ``body`` against ``table``; ``defaults`` go before the table's own.
 
     Returns:
         The value of each field of the table, and the names of the fields that are not in it.
@@ -68,6 +70,7 @@ def read_fields(body: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], 
         RequestError: names the first field that is missing, of the wrong type, out of range or not supported.
     """
     values: dict[str, Any] = {}
+    given = defaults or {}
     for name, field in table.items():
         value = body.get(name)
         if value is not None:
@@ -75,7 +78,7 @@ def read_fields(body: Mapping[str, Any], table: Table) -> tuple[dict[str, Any], 
         elif field.required:
             raise RequestError(f"{name} is required", name)
         else:
-            values[name] = field.default
+            values[name] = given.get(name, field.default)
     return values, [name for name in body if name not in table]
 
 
@@ -136,10 +139,16 @@ def request_id(name: str, value: Any) -> str:
 
 
 def stop_strings(name: str, value: Any) -> list[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(item, str) for item in texts):
         raise RequestError(f"{name} must be a string or an array of strings, got {show(value)}", name)
-    return strings
+    return texts
+
+
+def strings(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise RequestError(f"{name} must be an array of strings, got {show(value)}", name)
+    return value
 
 
 def integers(name: str, value: Any) -> list[int]:
@@ -206,7 +215,7 @@ def taken(check: Check, default: Any = None) -> Field:
 WITHOUT_EFFECT = Field(anything)
 
 _SAMPLING: dict[str, Field] = {
-    "n": taken(integer(1, 128), 1),
+    "n": taken(integer(1, MAX_CHOICES), 1),
     "temperature": taken(number, 1.0),
     "top_p": taken(number, 1.0),
     "top_k": taken(integer(), 0),
@@ -225,6 +234,9 @@ _SAMPLING: dict[str, Field] = {
     "frequency_penalty": taken(number, 0.0),
     "logit_bias": taken(logit_bias, []),
     "allowed_token_ids": taken(integers),
+    "bad_words": taken(strings, []),
+    "prompt_logprobs": taken(integer()),
+    "truncate_prompt_tokens": taken(integer()),
 }
 
 _COMMON: dict[str, Field] = {
@@ -236,14 +248,14 @@ _COMMON: dict[str, Field] = {
     "request_id": taken(request_id),
     "cache_salt": taken(text(MAX_CACHE_SALT), ""),
     "return_token_ids": taken(boolean, False),
+    "return_tokens_as_token_ids": taken(boolean, False),
     # Known, and they would change the answer.
     "length_penalty": neutral_only(1),
     "early_stopping": neutral_only(False),
-    "prompt_logprobs": neutral_only(),
-    "bad_words": neutral_only([]),
     "use_beam_search": neutral_only(False),
     "spaces_between_special_tokens": neutral_only(True),
-    "truncate_prompt_tokens": neutral_only(),
+    "truncation_side": neutral_only("left"),
+    "logprob_token_ids": neutral_only([]),
     "response_format": Field(text_format),
     "structured_outputs": neutral_only({}),
     "guided_json": neutral_only(),
@@ -262,7 +274,6 @@ _COMMON: dict[str, Field] = {
     "metadata": WITHOUT_EFFECT,
     "prompt_cache_key": WITHOUT_EFFECT,
     "prompt_cache_retention": WITHOUT_EFFECT,
-    "return_tokens_as_token_ids": WITHOUT_EFFECT,
     "safety_identifier": WITHOUT_EFFECT,
     "service_tier": WITHOUT_EFFECT,
     "store": WITHOUT_EFFECT,
@@ -284,9 +295,9 @@ COMPLETIONS: Table = {
     "prompt": Field(anything, required=True),
     **_COMMON,
     "add_special_tokens": taken(boolean, True),
-    "best_of": taken(integer(1, 128)),
-    "echo": neutral_only(False),
-    "logprobs": neutral_only(),
+    "best_of": taken(integer(1, MAX_CHOICES)),
+    "echo": taken(boolean, False),
+    "logprobs": taken(integer()),
     "prompt_embeds": neutral_only(),
     "suffix": neutral_only(""),
 }
@@ -302,10 +313,10 @@ CHAT: Table = {
     "echo": neutral_only(False),
     "function_call": neutral_only("none", "auto"),
     "functions": neutral_only([]),
-    "logprobs": neutral_only(False),
+    "logprobs": taken(boolean, False),
     "modalities": neutral_only(["text"]),
     "tool_choice": neutral_only("none", "auto"),
-    "top_logprobs": neutral_only(0),
+    "top_logprobs": taken(integer(0, MAX_LOGPROBS), 0),
     "verbosity": neutral_only("medium"),
     "web_search_options": neutral_only(),
     "include_reasoning": WITHOUT_EFFECT,

@@ -14,7 +14,7 @@ from api_gateway.exchange import MAX_NAME, MAX_NAMED
 from api_gateway.generation import Generation
 from api_gateway.http_metrics import HttpMetrics
 from api_gateway.latency import Latency
-from api_gateway.schemas import Limits
+from api_gateway.limits import Limits
 from api_gateway.tokenizer_link import TokenizerLinks
 from shared.config import Settings
 from shared.errors import ErrorCode, RequestError

@@ -8,6 +8,7 @@ import time
 from array import array
 from typing import Any
 
+from api_gateway.choice_output import ChoiceOutput
 from api_gateway.errors import error_object_of
 from api_gateway.event_stream import EventStream
 from api_gateway.latency import Latency
@@ -17,7 +18,10 @@ from api_gateway.schemas import GenerationRequest
 from api_gateway.sse import DONE, ChunkFormat, event
 from shared.errors import ErrorCode
 from shared.hop import Request
+from shared.logging import get_logger
 from shared.messages import ErrorInfo
+
+log = get_logger()
 
 
 class Generation:
@@ -50,7 +54,7 @@ class Generation:
         """Another gateway serves it now: a stream closes without a terminal event."""
         self._latency = latency
         self._unopened = len(request.specs)
-        self._unended = len(request.specs) * request.n
+        self._unended = len(request.specs) * request.generated
         self._sender: _Sender | None = None
 
     # -- what the link reports ---------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ class Generation:
             choice.ended = True
             self._latency.choice_ended(choice)
             if prompt.request.over:
-                self._latency.request_ended(now - self.arrived)
+                self._prompt_ended(prompt, now)
             self._unended -= 1
             if not self._unended and self.failure is None:
                 self.finished.set()
@@ -122,7 +126,7 @@ class Generation:
 
     def answer(self) -> dict[str, Any]:
         """The whole answer of a request that was not streamed."""
-        return completion(self.request, self.completion_id, self.created, self.choices, self.usage())
+        return completion(self.request, self.completion_id, self.created, self.prompts, self.usage())
 
     def usage(self) -> Usage:
         return Usage.of(self.prompts)
@@ -139,12 +143,20 @@ class Generation:
         }
         return summary | ({"error": self.failure.message} if self.failure else {})
 
+    def _prompt_ended(self, prompt: PromptLog, now: float) -> None:
+        self._latency.request_ended(now - self.arrived)
+        if self.request.shown.prompt and prompt.info is None:
+            log.error("what was asked of a prompt did not come", completion=self.completion_id)
+            self.fail(ErrorInfo(ErrorCode.INTERNAL, "the server had an error while processing the request"))
+
     def _fail_prompt(self, choice: ChoiceLog) -> None:
         error = choice.rows.end.error if choice.rows.end is not None else None
         if error is None:
             error = ErrorInfo(ErrorCode.INTERNAL, "the server had an error while processing the request")
         if len(self.prompts) > 1:
-            error = dataclasses.replace(error, message=f"prompt[{choice.index // self.request.n}]: {error.message}")
+            error = dataclasses.replace(
+                error, message=f"prompt[{choice.index // self.request.generated}]: {error.message}"
+            )
         self.fail(error)
 
 
@@ -155,7 +167,12 @@ class _Sender:
         request = generation.request
         self._generation = generation
         self._stream = stream
+        self._outputs = [
+            ChoiceOutput(request, prompt, choice) for prompt in generation.prompts for choice in prompt.choices
+        ]
         self._news = {choice.index for choice in generation.choices if choice.rows.rows}
+        self._delivered = 0
+        """Tokens that the client has."""
         self._begun: set[int] = set()
         self._wake = asyncio.Event()
         self._closed = False
@@ -165,7 +182,7 @@ class _Sender:
             generation.created,
             request.model,
             include_usage=request.include_usage,
-            with_token_ids=request.return_token_ids,
+            with_token_ids=request.shown.token_ids,
         )
 
     def mark(self, index: int) -> None:
@@ -180,9 +197,13 @@ class _Sender:
             self._wake.set()
             return
         parts: list[bytes] = []
-        for index in sorted(self._news):
-            self._render(self._generation.choices[index], parts)
-        self._news.clear()
+        news, self._news = self._news, set()
+        for index in sorted(news):
+            output = self._outputs[index]
+            if output.ready:
+                self._render(output, parts)
+            else:
+                self._news.add(index)
         if self._generation.finished.is_set():
             self._render_last(parts)
             self._closed = True
@@ -200,22 +221,28 @@ class _Sender:
             await self._stream.drained()
             self.flush()
 
-    def _render(self, choice: ChoiceLog, parts: list[bytes]) -> None:
-        request, index = self._generation.request, choice.index
-        text, ids = choice.take()
+    def _render(self, output: ChoiceOutput, parts: list[bytes]) -> None:
+        request, choice = self._generation.request, output.choice
+        index = choice.index
+        text, ids, logprobs = output.take()
         ending = choice.ended and not choice.end_sent
-        usage = self._generation.usage() if request.continuous_usage else None
         if index not in self._begun and (ids or ending):
             self._begun.add(index)
-            parts.append(self._format.role(index))
-        wanted = text or (ids and (usage is not None or request.return_token_ids))
+            parts.append(self._format.role(index, self._usage() if request.continuous_usage else None))
+        self._delivered += len(ids)
+        usage = self._usage() if request.continuous_usage else None
+        wanted = text or logprobs is not None or (ids and (usage is not None or request.shown.token_ids))
         if wanted and (request.kind == "chat" or not ending):
-            parts.append(self._format.text(index, text, ids, usage))
-            text, ids = "", array("i")
+            parts.append(self._format.text(index, text, ids, usage, logprobs))
+            text, ids, logprobs = "", array("i"), None
         if ending:
             choice.end_sent = True
             reason = choice.finish_reason or "stop"
-            parts.append(self._format.finish(index, reason, choice.stop_reason, text, ids, usage))
+            parts.append(self._format.finish(index, reason, choice.stop_reason, text, ids, usage, logprobs))
+
+    def _usage(self) -> Usage:
+        """Of what the client has so far."""
+        return dataclasses.replace(self._generation.usage(), completion_tokens=self._delivered)
 
     def _render_last(self, parts: list[bytes]) -> None:
         generation = self._generation

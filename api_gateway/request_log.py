@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 from shared.hop import Log, Request
-from shared.messages import FinishReason
+from shared.messages import FinishReason, PromptInfo
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
@@ -84,6 +84,16 @@ class PromptLog:
         self.opened = False
         """It was accepted or has rows."""
         self.has_tokens = False
+
+    @property
+    def info(self) -> PromptInfo | None:
+        """What was asked of the prompt; None until it is here. Its records come with the first choice only."""
+        scored = self.request.spec.params.prompt_logprobs is not None
+        for choice in self.choices:
+            info = choice.rows.prompt
+            if info is not None and (info.records or not scored or choice is self.choices[0]):
+                return info
+        return None
 
     @property
     def prompt_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from aiohttp import web
@@ -12,10 +13,10 @@ from api_gateway.event_stream import EventStream
 from api_gateway.exchange import EXCHANGE
 from api_gateway.gateway import GATEWAY
 from api_gateway.generation import Generation
+from api_gateway.limits import Limits
 from api_gateway.responses import json_response, model_list, model_object
 from api_gateway.schemas import (
     GenerationRequest,
-    Limits,
     check_model,
     for_tenant,
     parse_chat,
@@ -97,7 +98,11 @@ async def _answer(request: web.Request, generation: Generation) -> web.StreamRes
     await generation.finished.wait()
     if generation.failure is not None:
         return error_response(generation.failure)
-    return json_response(generation.answer())
+    shown = generation.request.shown
+    if shown.logprobs is None and shown.prompt_logprobs is None:
+        return json_response(generation.answer())
+    # Those of a long prompt take a while, and other streams are waiting.
+    return json_response(await asyncio.to_thread(generation.answer))
 
 
 async def _stream(request: web.Request, generation: Generation) -> web.StreamResponse:

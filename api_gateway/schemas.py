@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import numpy as np
 import orjson
 
 from api_gateway.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields, show
+from api_gateway.limits import Limits
+from api_gateway.parameters import Shown, sampling_params, seeded, shown_of_chat, shown_of_completion
+from api_gateway.prompts import MAX_PROMPTS, read_prompts, read_token_ids
 from shared.errors import ErrorCode, RequestError
-from shared.messages import Int32, ModelCard, TextSpec
-from shared.sampling import MAX_SEED, SamplingParams, check_token_ids
+from shared.messages import Int32, TextSpec
+from shared.sampling import SamplingParams
 
-MAX_PROMPTS = 1024
-"""Prompts in one completions request, and choices over all of them."""
 MAX_MESSAGES = 10_000
 COMPLETIONS_MAX_TOKENS = 16
-
-_PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request is checked against."""
-
-    names: Sequence[str]
-    """Names that the model is served under; the first is the one in answers."""
-    card: ModelCard | None
-    max_model_len: int | None
-    """Of the card, or of the gateway's own setting if that is lower."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        return None if self.card is None else self.card.vocab_size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,13 +29,19 @@ class GenerationRequest:
     specs: list[TextSpec]
     """One for each prompt; choice ``c`` of prompt ``p`` has index ``p * n + c`` in the answer."""
     n: int
+    """Choices of each prompt in the answer."""
+    shown: Shown
     stream: bool
     include_usage: bool
     continuous_usage: bool
-    return_token_ids: bool
     request_id: str | None
     ignored: list[str]
     """Unknown fields of the body."""
+
+    @property
+    def generated(self) -> int:
+        """Choices of each prompt that are generated; the answer has the best ``n`` of them."""
+        return self.specs[0].params.n
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,25 +78,20 @@ def parse_completion(body: bytes, limits: Limits) -> GenerationRequest:
     Raises:
         RequestError: 400 with the field's name, or 404 for an unknown model.
     """
-    values, ignored = read_fields(parse_body(body), COMPLETIONS)
+    values, ignored = read_fields(parse_body(body), COMPLETIONS, limits.defaults)
     check_model(values["model"], limits)
-    if values["best_of"] not in (None, values["n"]):
-        raise RequestError(
-            f"best_of {values['best_of']} is not supported unless it equals n ({values['n']})", "best_of"
-        )
-    params = _sampling_params(values, COMPLETIONS_MAX_TOKENS, limits)
-    prompts = _prompts(values["prompt"], limits)
-    if len(prompts) * params.n > MAX_PROMPTS:
-        raise RequestError(f"{len(prompts)} prompts x n {params.n} are more than {MAX_PROMPTS} choices", "prompt")
-    base = _base_spec(values, params)
+    shown = shown_of_completion(values)
+    generated = _best_of(values)
+    params = sampling_params(values, shown, limits, choices=generated, max_tokens=COMPLETIONS_MAX_TOKENS)
+    prompts = read_prompts(values["prompt"], params, limits)
+    if len(prompts) * generated > MAX_PROMPTS:
+        raise RequestError(f"{len(prompts)} prompts x {generated} are more than {MAX_PROMPTS} choices", "prompt")
+    base = dataclasses.replace(_base_spec(values, params), echo=shown.echo)
     specs = []
     for prompt in prompts:
-        if isinstance(prompt, str):
-            specs.append(dataclasses.replace(base, params=_seeded(params), text=prompt))
-            continue
-        _check_room(len(prompt), params.max_tokens, limits)
-        specs.append(dataclasses.replace(base, params=_seeded(params), ids=prompt.tobytes()))
-    return _generation("completions", values, specs, ignored, limits)
+        given = {"text": prompt} if isinstance(prompt, str) else {"ids": prompt.tobytes()}
+        specs.append(dataclasses.replace(base, params=seeded(params), **given))
+    return _generation("completions", values, shown, specs, ignored, limits)
 
 
 def parse_chat(body: bytes, limits: Limits) -> GenerationRequest:
@@ -117,15 +100,16 @@ def parse_chat(body: bytes, limits: Limits) -> GenerationRequest:
     Raises:
         RequestError: 400 with the field's name, or 404 for an unknown model.
     """
-    values, ignored = read_fields(parse_body(body), CHAT)
+    values, ignored = read_fields(parse_body(body), CHAT, limits.defaults)
     check_model(values["model"], limits)
-    params = _sampling_params(values, None, limits)
+    shown = shown_of_chat(values)
+    params = sampling_params(values, shown, limits, choices=values["n"], max_tokens=None)
     if values["reasoning_effort"] is not None:
         values["chat_template_kwargs"] = {"reasoning_effort": values["reasoning_effort"]} | values[
             "chat_template_kwargs"
         ]
-    spec = dataclasses.replace(_base_spec(values, _seeded(params)), chat=_chat(values))
-    return _generation("chat", values, [spec], ignored, limits)
+    spec = dataclasses.replace(_base_spec(values, seeded(params)), chat=_chat(values))
+    return _generation("chat", values, shown, [spec], ignored, limits)
 
 
 def parse_tokenize(body: bytes, limits: Limits) -> TokenizeRequest:
@@ -149,7 +133,7 @@ def parse_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
     """``POST /detokenize``."""
     values, ignored = read_fields(parse_body(body), DETOKENIZE)
     check_model(values["model"], limits)
-    return DetokenizeRequest(_token_ids(values["tokens"], "tokens", limits.vocab_size), ignored)
+    return DetokenizeRequest(read_token_ids(values["tokens"], "tokens", limits.vocab_size), ignored)
 
 
 def for_tenant(request: GenerationRequest, tenant: str) -> GenerationRequest:
@@ -171,6 +155,7 @@ def check_model(name: str | None, limits: Limits) -> None:
 def _generation(
     kind: Literal["chat", "completions"],
     values: dict[str, Any],
+    shown: Shown,
     specs: list[TextSpec],
     ignored: list[str],
     limits: Limits,
@@ -181,44 +166,25 @@ def _generation(
         model=values["model"] or limits.names[0],
         specs=specs,
         n=values["n"],
+        shown=shown,
         stream=values["stream"],
         include_usage=include_usage,
         continuous_usage=continuous_usage,
-        return_token_ids=values["return_token_ids"],
         request_id=values["request_id"],
         ignored=ignored,
     )
 
 
-def _sampling_params(values: dict[str, Any], max_tokens: int | None, limits: Limits) -> SamplingParams:
-    """The sampling fields; ``max_tokens`` is what stands for one that is left out."""
-    fields = {name: values[name] for name in _PARAMS}
-    alias = values["max_completion_tokens"]
-    if alias is not None:
-        fields["max_tokens"] = alias
-    if fields["max_tokens"] is None:
-        fields["max_tokens"] = max_tokens
-    params = SamplingParams(**fields)
-    try:
-        params.validate(limits.vocab_size)
-    except RequestError as error:
-        if alias is not None and error.param == "max_tokens":
-            raise RequestError(f"max_completion_tokens: {error.message}", "max_completion_tokens") from None
-        raise
-    if limits.max_model_len is not None:
-        for name in ("max_tokens", "min_tokens"):
-            wanted = getattr(params, name)
-            if wanted is not None and wanted >= limits.max_model_len + (name == "min_tokens"):
-                shown = "max_completion_tokens" if alias is not None and name == "max_tokens" else name
-                raise RequestError(
-                    f"{shown} {wanted} leaves no room for a prompt: max_model_len is {limits.max_model_len}", shown
-                )
-    return params
-
-
-def _seeded(params: SamplingParams) -> SamplingParams:
-    """Draw a seed if the request has none, so that a restart of any process does not redraw."""
-    return params if params.seed is not None else dataclasses.replace(params, seed=secrets.randbelow(MAX_SEED + 1))
+def _best_of(values: Mapping[str, Any]) -> int:
+    """How many choices of each prompt are generated."""
+    n, best_of = values["n"], values["best_of"]
+    if best_of is None:
+        return int(n)
+    if best_of < n:
+        raise RequestError(f"best_of {best_of} must not be less than n {n}", "best_of")
+    if best_of > n and values["stream"]:
+        raise RequestError("best_of must equal n with stream: true: the best are known at the end only", "best_of")
+    return int(best_of)
 
 
 def _base_spec(values: Mapping[str, Any], params: SamplingParams) -> TextSpec:
@@ -247,54 +213,6 @@ def _option(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise RequestError(f"stream_options.{name} must be true or false, got {show(value)}", "stream_options")
     return value
-
-
-def _prompts(value: Any, limits: Limits) -> list[str | Int32]:
-    """``prompt`` in its four forms, as a list of texts or of id arrays."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise RequestError(f"prompt must be a string, an array of strings or of token ids, got {show(value)}", "prompt")
-    if not value:
-        raise RequestError("prompt must not be empty", "prompt")
-    first = value[0]
-    if isinstance(first, int) and not isinstance(first, bool):
-        return [_prompt_ids(value, "prompt", limits)]
-    if len(value) > MAX_PROMPTS:
-        raise RequestError(f"prompt holds {len(value)} prompts; at most {MAX_PROMPTS} are allowed", "prompt")
-    prompts: list[str | Int32] = []
-    for index, item in enumerate(value):
-        if type(item) is not type(first) or not isinstance(item, str | list):
-            raise RequestError(
-                f"prompt[{index}] is {show(item)}; prompt must hold strings, token ids or arrays of token ids", "prompt"
-            )
-        prompts.append(item if isinstance(item, str) else _prompt_ids(item, f"prompt[{index}]", limits))
-    return prompts
-
-
-def _prompt_ids(ids: list[Any], place: str, limits: Limits) -> Int32:
-    if not ids:
-        raise RequestError(f"{place} must not be empty", "prompt")
-    if limits.max_model_len is not None and len(ids) >= limits.max_model_len:
-        raise RequestError(f"{place} has {len(ids)} tokens; max_model_len is {limits.max_model_len}", "prompt")
-    return _token_ids(ids, place, limits.vocab_size, "prompt")
-
-
-def _token_ids(ids: list[Any], place: str, vocab_size: int | None, param: str | None = None) -> Int32:
-    bound = 2**31 if vocab_size is None else vocab_size
-    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= bound):
-        try:
-            check_token_ids([item if isinstance(item, int) else show(item) for item in ids], vocab_size, place)
-        except RequestError as error:
-            raise RequestError(error.message, param or place) from None
-    return np.array(ids, dtype=np.int32)
-
-
-def _check_room(prompt_len: int, max_tokens: int | None, limits: Limits) -> None:
-    if limits.max_model_len is not None and prompt_len + (max_tokens or 1) > limits.max_model_len:
-        raise RequestError(
-            f"max_tokens {max_tokens or 1} + prompt {prompt_len} > max_model_len {limits.max_model_len}", "max_tokens"
-        )
 
 
 def _chat(values: Mapping[str, Any]) -> bytes:

@@ -62,7 +62,7 @@ class ChunkFormat:
         self._fast_tail = self._close + b',"logprobs":null,"finish_reason":null}]' + self._end
         self._heads: dict[int, bytes] = {}
 
-    def role(self, index: int) -> bytes:
+    def role(self, index: int, usage: Usage | None = None) -> bytes:
         """The first chunk of a chat choice; nothing for completions."""
         if not self._chat:
             return b""
@@ -71,23 +71,32 @@ class ChunkFormat:
                 self._head,
                 b"%d" % index,
                 b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]',
-                self._end,
+                self._usage(usage),
             )
         )
 
-    def text(self, index: int, text: str, ids: array[int] | None = None, usage: Usage | None = None) -> bytes:
+    def text(
+        self,
+        index: int,
+        text: str,
+        ids: array[int] | None = None,
+        usage: Usage | None = None,
+        logprobs: Mapping[str, Any] | None = None,
+    ) -> bytes:
         """A chunk of text; ``usage`` only with continuous usage."""
         head = self._heads.get(index)
         if head is None:
             head = self._heads[index] = self._head + b"%d" % index + self._open
-        if usage is None and not self._with_token_ids:
+        if usage is None and logprobs is None and not self._with_token_ids:
             return head + orjson.dumps(text) + self._fast_tail
         return b"".join(
             (
                 head,
                 orjson.dumps(text),
                 self._close,
-                b',"logprobs":null,"finish_reason":null',
+                b',"logprobs":',
+                orjson.dumps(logprobs),
+                b',"finish_reason":null',
                 self._token_ids(ids),
                 b"}]",
                 self._usage(usage),
@@ -102,6 +111,7 @@ class ChunkFormat:
         text: str = "",
         ids: array[int] | None = None,
         usage: Usage | None = None,
+        logprobs: Mapping[str, Any] | None = None,
     ) -> bytes:
         """The last chunk of a choice. A chat delta is empty there, so its last text must have gone before."""
         body = b',"delta":{}' if self._chat else b',"text":' + orjson.dumps(text)
@@ -110,7 +120,9 @@ class ChunkFormat:
                 self._head,
                 b"%d" % index,
                 body,
-                b',"logprobs":null,"finish_reason":',
+                b',"logprobs":',
+                orjson.dumps(logprobs),
+                b',"finish_reason":',
                 orjson.dumps(reason),
                 b',"stop_reason":',
                 orjson.dumps(stop_reason),

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpu_worker.loading.open_weights import open_weights
+from gpu_worker.loading.progress import Progress
 from shared.errors import StartupError
 from shared.logging import get_logger
 from shared.messages import WorkerConfig
 from shared.model_config import ModelConfig, load_model_config
-from shared.model_source import ModelSource
+from shared.model_source import local_source
 
 if TYPE_CHECKING:
     from gpu_worker.runner import ModelRunner
@@ -31,13 +32,19 @@ class ModelLoading:
 
     def __init__(self, config: WorkerConfig, device: str, previous: ModelRunner | None, loaded: WorkerConfig | None):
         self.config = config
-        self.status = "starting to load the model"
-        """What is being done, in words."""
         self.runner: ModelRunner | None = None
         self.error: str | None = None
+        self._doing = "starting to load the model"
+        self._progress: Progress | None = None
         self._device, self._previous, self._loaded = device, previous, loaded
         self._thread = threading.Thread(target=self._run, name="load-model", daemon=True)
         self._thread.start()
+
+    @property
+    def status(self) -> str:
+        """What is being done, in words, and how much of it."""
+        percent = None if self._progress is None else self._progress.percent
+        return self._doing if percent is None else f"{self._doing}: {percent} %"
 
     @property
     def finished(self) -> bool:
@@ -62,8 +69,7 @@ class ModelLoading:
 
             self._say("keeping the loaded model; making a new KV cache")
             return with_other_cache(self._previous, config)
-        path = Path(config.model)
-        source = ModelSource(path, "gguf" if path.suffix == ".gguf" else "folder", config.model)
+        source = local_source(Path(config.model), config.model)
         self._say("reading the model's configuration", model=config.model)
         model = load_model_config(source)
         weights = open_weights(source, model, config.load_format, config.seed)
@@ -74,11 +80,12 @@ class ModelLoading:
 
         # The other core dequantizes.
         torch.set_num_threads(1)
+        self._progress = weights.progress
         self._say("loading the weights", architecture=model.architecture, **_numbers(model))
         return build_runner(config, model, weights, self._device)
 
     def _say(self, status: str, **details: object) -> None:
-        self.status = status
+        self._doing = status
         log.info(status, **details)
 
 

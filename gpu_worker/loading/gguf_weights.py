@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.loading.weights import GgufNames, Progress, check_shape, missing
+from gpu_worker.loading.progress import Progress
+from gpu_worker.loading.weights import GgufNames, check_shape, missing
 from shared.errors import StartupError
 from shared.gguf_header import GGML_TYPES, GgufTensor, read_gguf_header
 
@@ -41,7 +42,7 @@ class GgufWeights:
         """Set before the first ``take``."""
         self.tensors = read_gguf_header(path).tensors
         self._data = np.memmap(path, np.uint8, "r")
-        self._progress = Progress(sum(t.nbytes for t in self.tensors.values()))
+        self.progress = Progress(sum(t.nbytes for t in self.tensors.values()))
         self._changed = threading.Condition()
         self._pending = list(reversed(self.tensors.values()))
         self._started: set[str] = set()
@@ -63,7 +64,7 @@ class GgufWeights:
         values = self._values(tensor)
         if interleaved:
             values = _deinterleave(values, self.head_dim)
-        self._progress.update(tensor.nbytes)
+        self.progress.update(tensor.nbytes)
         return torch.from_numpy(values)
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class GgufWeights:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._progress.close()
+        self.progress.close()
 
     def _values(self, tensor: GgufTensor) -> Float32:
         with self._changed:

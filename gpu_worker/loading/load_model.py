@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.loading.dummy_weights import DummyWeights
 from gpu_worker.loading.gguf_weights import GgufWeights
 from gpu_worker.loading.weights import Weights
 from gpu_worker.models.base import Builder, CausalLM
@@ -30,6 +31,8 @@ def load_model(
         cls = model_class(config.architecture)
         if isinstance(weights, GgufWeights):
             weights.names = cls.gguf_names
+        elif isinstance(weights, DummyWeights):
+            weights.place(dtype, device)
         return cls(Builder(config, weights, backend, dtype, device, batch_invariant))
     finally:
         weights.close()

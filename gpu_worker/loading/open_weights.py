@@ -6,6 +6,7 @@ from gpu_worker.loading.dummy_weights import DummyWeights
 from gpu_worker.loading.gguf_weights import GgufWeights
 from gpu_worker.loading.safetensors_weights import SafetensorsWeights
 from gpu_worker.loading.weights import Weights
+from shared.errors import StartupError
 from shared.model_config import ModelConfig
 from shared.model_source import ModelSource
 
@@ -18,6 +19,8 @@ def open_weights(source: ModelSource, config: ModelConfig, load_format: str, see
     """
     if load_format == "dummy":
         return DummyWeights(seed)
+    if source.kind == "config":
+        raise StartupError(f"{source.path} is a configuration without weights; add --load-format dummy for random ones")
     if source.kind == "gguf":
         return GgufWeights(source.path, config.head_dim)
     return SafetensorsWeights(source.path)

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpu_worker.loading.weights import Progress, check_shape, missing
+from gpu_worker.loading.progress import Progress
+from gpu_worker.loading.weights import check_shape, missing
 from shared.errors import StartupError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class SafetensorsWeights:
         for name in names:
             if not (folder / name).is_file():
                 raise StartupError(f"the file {name} with weights is missing in {folder}; is the checkpoint complete?")
-        self._progress = Progress(sum((folder / name).stat().st_size for name in names))
+        self.progress = Progress(sum((folder / name).stat().st_size for name in names))
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         file = SINGLE_FILE if self._file_of is None else self._file_of.get(name)
@@ -38,12 +39,12 @@ class SafetensorsWeights:
             raise missing(name, f"{self.folder / file}")
         tensor: torch.Tensor = handle.get_tensor(name)
         check_shape(name, tuple(tensor.shape), shape, f"{self.folder / file}")
-        self._progress.update(tensor.nbytes)
+        self.progress.update(tensor.nbytes)
         return tensor
 
     def close(self) -> None:
         self._files.clear()
-        self._progress.close()
+        self.progress.close()
 
     def _open(self, file: str) -> Any:
         if file not in self._files:

@@ -1,14 +1,12 @@
-"""The interface of a source of weights, and its progress bar. Imports no torch: reading begins while torch loads."""
+"""The interface of a source of weights. Imports no torch: reading begins while torch loads."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tqdm import tqdm
-
+from gpu_worker.loading.progress import Progress
 from shared.errors import StartupError
 
 if TYPE_CHECKING:
@@ -38,6 +36,8 @@ class GgufNames:
 class Weights(Protocol):
     """A checkpoint. Tensors are taken once each, by the names of transformers."""
 
+    progress: Progress
+
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor, of the checkpoint's dtype (float32 for quantized ones).
 
@@ -61,30 +61,3 @@ def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], wher
 def missing(name: str, where: str) -> StartupError:
     """The error for a tensor that is not there."""
     return StartupError(f"the tensor {name} is missing in {where}; is the checkpoint complete?")
-
-
-class Progress:
-    """A bar over the bytes of a checkpoint, on standard error, from the first tensor on."""
-
-    def __init__(self, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
-        self._bar: tqdm[Any] | None = None
-
-    def update(self, nbytes: int) -> None:
-        """So many more bytes are loaded."""
-        if self._bar is None:
-            self._bar = tqdm(
-                total=self.total_bytes,
-                desc="loading weights",
-                unit="B",
-                unit_scale=True,
-                file=sys.stderr,
-                mininterval=0.2,
-            )
-        self._bar.update(nbytes)
-
-    def close(self) -> None:
-        """Finish the bar; tensors that the model did not ask for count as loaded."""
-        if self._bar is not None:
-            self._bar.update(self.total_bytes - self._bar.n)
-            self._bar.close()

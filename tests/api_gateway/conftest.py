@@ -15,13 +15,14 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fake_tokenizer import FakeTokenizer, until
+from fake_tokenizer import CARD, FakeTokenizer, until
 
 from api_gateway.__main__ import url_of
 from api_gateway.app import make_app
 from api_gateway.gateway import Gateway
 from api_gateway.http_server import Runner, bind
 from shared.config import Settings
+from shared.messages import ModelCard
 
 
 @dataclasses.dataclass
@@ -60,15 +61,15 @@ class Served:
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(sample))
 
 
-@pytest.fixture
-async def serve(tmp_path: Path) -> AsyncIterator[Any]:
-    """``await serve(setting=value, ...)`` starts one and waits until it is ready."""
+@contextlib.asynccontextmanager
+async def serving(folder: Path) -> AsyncIterator[Any]:
+    """``await start(setting=value, ...)`` starts one and waits until it is ready; all end at the exit."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(*, wait: bool = True, tokenizers: int = 1, **chosen: Any) -> Served:
+        async def start(*, wait: bool = True, tokenizers: int = 1, card: ModelCard = CARD, **chosen: Any) -> Served:
             made = []
             for number in range(tokenizers):
-                made.append(FakeTokenizer(f"ipc://{tmp_path}/t{number}"))
+                made.append(FakeTokenizer(f"ipc://{folder}/t{number}", card=card))
                 await made[-1].start()
                 stack.push_async_callback(made[-1].stop)
             endpoints = [tokenizer.endpoint for tokenizer in made]
@@ -87,6 +88,13 @@ async def serve(tmp_path: Path) -> AsyncIterator[Any]:
                 await until(lambda: gateway.not_ready() is None)
             return Served(url_of(listening), gateway, made, http, app, runner)
 
+        yield start
+
+
+@pytest.fixture
+async def serve(tmp_path: Path) -> AsyncIterator[Any]:
+    """As ``serving``."""
+    async with serving(tmp_path) as start:
         yield start
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import orjson
 
 from shared.errors import ErrorCode
 from shared.hop import TOKENIZER, Child, Log, Request, RunningClock, Timers
+from shared.logprobs import pack_records, to_text_record
 from shared.messages import (
     Detokenize,
     Detokenized,
@@ -22,6 +24,7 @@ from shared.messages import (
     Load,
     Message,
     ModelCard,
+    PromptInfo,
     Tokenize,
     Tokenized,
 )
@@ -30,11 +33,36 @@ from shared.transport import Listener, Pump, Received, new_boot
 CARD = ModelCard("fake", "digest", 1000, 512)
 
 
+@dataclasses.dataclass
+class Token:
+    """One row of a script."""
+
+    id: int
+    text: bytes | None
+    """As in its record."""
+    piece: str
+    """What the row releases."""
+    logprob: float = -0.5
+    top: list[tuple[int, bytes | None, float]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Script:
+    """What every choice of a request says."""
+
+    tokens: list[Token]
+    last_piece: str = ""
+    end: End = dataclasses.field(default_factory=lambda: End(FinishReason.STOP))
+
+
 class FakeTokenizer:
     """Prompt words: ``reject``, ``full`` are refused, ``silent`` is never accepted, ``hold`` is accepted and produces
     nothing, ``break`` fails after three tokens, ``burst`` gets all tokens in one message, ``huge`` gets tokens of 1000
-    characters, ``held`` gets a text at every third token only, everything else one token a step. Token k of choice c
-    has the text ``c:k `` and the id k."""
+    characters, ``held`` gets a text at every third token only, ``late`` starts its first choice after the others have
+    ended, a word of ``scripts`` is answered with its script, everything else one token a step. Token k of choice c
+    has the text ``c:k ``, the id k and the rank k % 3 + 1; the k most probable ids are 901, 902, ... in its place.
+
+    A text prompt has five tokens, slices of its bytes; a prompt of ids has one token ``<id>`` for each."""
 
     def __init__(self, endpoint: str, *, beat_s: float = 0.2, step_s: float = 0.002, card: ModelCard = CARD) -> None:
         self.endpoint = endpoint
@@ -47,6 +75,7 @@ class FakeTokenizer:
         self.calls: list[Any] = []
         self.hellos: list[Hello] = []
         self.refusal: str | None = None
+        self.scripts: dict[str, Script] = {}
         self._gateways: set[str] = set()
         self._running: dict[Log, int] = {}
         self._boot = new_boot()
@@ -97,12 +126,19 @@ class FakeTokenizer:
             return
         if "silent" in words:
             return
-        self.child.accept(request, 5)
+        self.child.accept(request, len(prompt_of(request)))
         for log in request.logs:
             self._restore(log)
         if "hold" not in words:
-            wanted = request.spec.params.max_tokens or 4
+            wanted = request.spec.params.max_tokens
+            wanted = 4 if wanted is None else wanted
+            script = self._script(words)
+            if script is not None:
+                wanted = min(wanted, len(script.tokens))
             self._running.update({log: wanted for log in request.logs if log.end is None})
+
+    def _script(self, words: list[str]) -> Script | None:
+        return next((self.scripts[word] for word in words if word in self.scripts), None)
 
     def replaced(self, old: Log, new: Log) -> None:
         self._restore(new)
@@ -113,9 +149,12 @@ class FakeTokenizer:
     def _restore(self, log: Log) -> None:
         """The texts of ids that it was given."""
         log.pieces = [f"{log.choice}:{number} " for number in range(len(log.ids))]
+        info = info_of(log.request)
+        if info is not None and (info.text or log.choice == 0):
+            log.prompt = info if log.choice == 0 else dataclasses.replace(info, records=[])
 
     def resubmitted(self, request: Request) -> None:
-        self.child.accept(request, 5)
+        self.child.accept(request, len(prompt_of(request)))
 
     def unwanted(self, log: Log) -> None:
         self._running.pop(log, None)
@@ -133,26 +172,40 @@ class FakeTokenizer:
         while True:
             await asyncio.sleep(self.step_s)
             for log, wanted in list(self._running.items()):
-                words = words_of(log.request)
-                for _ in range(wanted if "burst" in words else 1):
-                    self._produce(log, words)
-                if len(log.ids) >= wanted:
-                    self._running.pop(log)
-                    stop = log.request.spec.params.stop
-                    reason = FinishReason.STOP if stop else FinishReason.LENGTH
-                    self.child.finish(log, End(reason, stop[0] if stop else None, cached_tokens=2))
-                    log.last_piece = "last" if "held" in words else ""
-                elif "break" in words and len(log.ids) == 3:
-                    self.child.fail(log.request, ErrorInfo(ErrorCode.INTERNAL, "the engine broke"))
-                    self._running.pop(log)
+                self._step(log, wanted)
             self.child.tick()
             self.child.flush()
 
-    def _produce(self, log: Log, words: list[str]) -> None:
+    def _step(self, log: Log, wanted: int) -> None:
+        words = words_of(log.request)
+        if "late" in words and log.choice == 0 and any(other.end is None for other in log.request.logs[1:]):
+            return
+        script = self._script(words)
+        for _ in range(wanted if "burst" in words else min(1, wanted)):
+            self._produce(log, words, script)
+        if len(log.ids) >= wanted:
+            self._running.pop(log)
+            self._finish(log, words, script if script is not None and wanted == len(script.tokens) else None)
+        elif "break" in words and len(log.ids) == 3:
+            self.child.fail(log.request, ErrorInfo(ErrorCode.INTERNAL, "the engine broke"))
+            self._running.pop(log)
+
+    def _finish(self, log: Log, words: list[str], script: Script | None) -> None:
+        stop = log.request.spec.params.stop
+        end = End(FinishReason.STOP if stop else FinishReason.LENGTH, stop[0] if stop else None)
+        if script is not None:
+            end = script.end
+        self.child.finish(log, dataclasses.replace(end, cached_tokens=2))
+        log.last_piece = script.last_piece if script is not None else "last" if "held" in words else ""
+
+    def _produce(self, log: Log, words: list[str], script: Script | None) -> None:
         number = len(log.ids)
         piece = "x" * 1000 if "huge" in words else f"{log.choice}:{number} "
-        log.pieces.append("" if "held" in words and number % 3 != 2 else piece)
-        self.child.append(log, number)
+        token = script.tokens[number] if script is not None else ranked(number, piece, log.choice)
+        held = script is None and "held" in words and number % 3 != 2
+        log.pieces.append("" if held else token.piece)
+        top = log.request.spec.params.logprobs
+        self.child.extend(log, (token.id,), () if top is None else (record_of(token, top),))
 
     def report(self, load: Load) -> None:
         for gateway in self._gateways:
@@ -196,6 +249,57 @@ def words_of(request: Request) -> list[str]:
     if spec.chat is not None:
         return str(orjson.loads(spec.chat)["messages"][-1]["content"]).split()
     return []
+
+
+def prompt_of(request: Request) -> list[Token]:
+    """The tokens of a prompt."""
+    spec: Any = request.spec
+    if spec.ids is not None:
+        return [ranked(int(i), f"<{i}>", 0) for i in np.frombuffer(spec.ids, np.int32)]
+    data = " ".join(words_of(request)).encode() if spec.text is None else spec.text.encode()
+    size = -(-len(data) // 5)
+    return [
+        dataclasses.replace(ranked(number, "", 0), text=data[number * size : (number + 1) * size])
+        for number in range(5)
+    ]
+
+
+def info_of(request: Request) -> PromptInfo | None:
+    """What the request asks of its prompt."""
+    spec: Any = request.spec
+    top = spec.params.prompt_logprobs
+    if top is None and not spec.echo:
+        return None
+    tokens = prompt_of(request)
+    return PromptInfo(
+        records=[] if top is None else [record_of(token, top) for token in tokens[1:]],
+        ids=np.array([token.id for token in tokens], np.int32).tobytes(),
+        text=b"".join(token.text or b"" for token in tokens).decode() if spec.echo else "",
+        first=tokens[0].text or b"",
+    )
+
+
+def ranked(number: int, text: str, choice: int) -> Token:
+    """Token ``number`` of a choice: its rank is number % 3 + 1. All tokens of choices 0, 1, 2, 3 are less probable by
+    0, 3, 6, 2 eighths."""
+    rank = number % 3 + 1
+    worse = (choice * 3 % 7) / 8
+    top = [(901 + place, b"t%d" % (901 + place), -(place + 1) / 2 - worse) for place in range(20)]
+    token = (number, text.encode(), -rank / 2 - worse)
+    top[rank - 1] = token
+    return Token(*token[:2], text, token[2], top)
+
+
+def record_of(token: Token, top: int) -> bytes:
+    """The text record of a token with its ``top`` most probable ones."""
+    others = (token.top + [(999, None, float("-inf"))] * 20)[:top]
+    entries = [(token.id, token.text, token.logprob), *others]
+    ranks = [place for place, other in enumerate(token.top, start=1) if other[0] == token.id]
+    ids, texts, logprobs = zip(*entries, strict=True)
+    (record,) = pack_records(
+        np.array(ranks[:1] or [50], np.int32), np.array([ids], np.int32), np.array([logprobs], np.float32)
+    )
+    return to_text_record(record, list(texts))
 
 
 async def until(condition: Callable[[], Any], limit_s: float = 5.0) -> None:

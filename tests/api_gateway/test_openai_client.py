@@ -100,8 +100,7 @@ async def test_usage_chunks(client: Any, kind: str, continuous: bool, word: str)
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 12, 17)
     counts = [chunk.usage.completion_tokens for chunk in chunks[:-1] if chunk.usage is not None]
     assert counts == sorted(counts)
-    with_role = 2 if kind == "chat" else 0
-    assert len(counts) == (len(chunks) - 1 - with_role if continuous else 0)
+    assert len(counts) == (len(chunks) - 1 if continuous else 0)
     assert not continuous or counts[-1] == 12
 
 
@@ -112,6 +111,55 @@ async def test_token_ids(client: Any) -> None:
     stream = await client.completions.create(stream=True, **asked)
     ids = [token async for chunk in stream for token in chunk.choices[0].token_ids]
     assert ids == [0, 1, 2, 3]
+
+
+async def test_chat_logprobs(client: Any) -> None:
+    asked: Any = {"model": "demo", "messages": HELLO, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    answer = await client.chat.completions.create(**asked)
+    content = answer.choices[0].logprobs.content
+    assert [entry.token for entry in content] == ["0:0 ", "0:1 ", "0:2 "]
+    assert [bytes(entry.bytes).decode() for entry in content] == ["0:0 ", "0:1 ", "0:2 "]
+    assert [entry.logprob for entry in content] == [-0.5, -1.0, -1.5]
+    assert [[other.token for other in entry.top_logprobs] for entry in content] == [
+        ["0:0 ", "t902"],
+        ["t901", "0:1 "],
+        ["t901", "t902"],
+    ]
+    streamed = []
+    async for chunk in await client.chat.completions.create(stream=True, **asked):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content
+    assert streamed == content
+
+
+async def test_completions_logprobs_with_echo(client: Any) -> None:
+    asked: Any = {"model": "demo", "prompt": [[5, 6], [7]], "max_tokens": 1, "logprobs": 1, "echo": True}
+    answer = await client.completions.create(temperature=0, seed=1234, **asked)
+    assert [choice.text for choice in answer.choices] == ["<5><6>0:0 ", "<7>0:0 "]
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.tokens == ["<5>", "<6>", "0:0 "]
+    assert logprobs.token_logprobs == [None, -0.5, -0.5]
+    assert logprobs.top_logprobs == [None, {"<6>": -0.5}, {"0:0 ": -0.5}]
+    assert logprobs.text_offset == [0, 3, 6]
+    async for chunk in await client.completions.create(stream=True, **asked):
+        if chunk.choices[0].index == 0 and chunk.choices[0].text:
+            assert chunk.choices[0].logprobs == logprobs
+
+
+async def test_prompt_logprobs(client: Any) -> None:
+    extra = {"prompt_logprobs": 0}
+    answer = await client.completions.create(model="demo", prompt=[5, 6], max_tokens=0, extra_body=extra)
+    assert (answer.choices[0].text, answer.usage.completion_tokens) == ("", 0)
+    expected = [None, {"6": {"logprob": -0.5, "rank": 1, "decoded_token": "<6>"}}]
+    assert answer.choices[0].prompt_logprobs == expected
+    answer = await client.chat.completions.create(model="demo", messages=HELLO, extra_body=extra)
+    assert len(answer.prompt_logprobs) == 5
+
+
+async def test_best_of(client: Any) -> None:
+    answer = await client.completions.create(model="demo", prompt="x", max_tokens=2, n=2, best_of=4)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "0:0 0:1 "), (1, "3:0 3:1 ")]
+    assert answer.usage.completion_tokens == 8
 
 
 async def test_errors_have_their_class_and_param(client: Any) -> None:

@@ -78,3 +78,22 @@ def test_continuous_usage_and_token_ids() -> None:
     chunk = parsed(chunks.finish(0, "stop", 7, "", array("i"), Usage(3, 2, 0)))
     assert chunk["choices"][0]["token_ids"] == []
     assert chunk["choices"][0]["stop_reason"] == 7
+
+
+def test_logprobs_stand_in_the_chunk_of_their_text() -> None:
+    value = {"tokens": ["x"], "token_logprobs": [-0.5], "top_logprobs": [{"x": -0.5}], "text_offset": [0]}
+    chunks = chunk_format("completions")
+    assert parsed(chunks.text(0, "x", logprobs=value))["choices"][0] == {
+        "index": 0,
+        "text": "x",
+        "logprobs": value,
+        "finish_reason": None,
+    }
+    assert parsed(chunks.finish(0, "stop", None, "x", logprobs=value))["choices"][0]["logprobs"] == value
+    content = {"content": [], "refusal": None}
+    choice = parsed(chunk_format().text(0, "", logprobs=content))["choices"][0]
+    assert (choice["delta"], choice["logprobs"]) == ({"content": ""}, content)
+
+
+def test_continuous_usage_is_in_the_first_chunk_too() -> None:
+    assert parsed(chunk_format(usage=True).role(0, Usage(3, 0, None)))["usage"]["total_tokens"] == 3

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_tokenizer import CARD, FakeTokenizer, until
+from joined_answers import ask
 
 from shared.messages import Attempt, Hello
 
@@ -42,6 +43,23 @@ async def test_a_stream_goes_on_at_another_or_a_restarted_tokenizer(serve: Any, 
     if tokenizers == 1:
         await restarted.start()
     assert await asyncio.wait_for(reading, 20) == "".join(f"0:{number} " for number in range(200))
+    await restarted.stop()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tokenizers", [1, 2])
+async def test_entries_and_the_echoed_prompt_survive_a_tokenizer(serve: Any, tokenizers: int, stream: bool) -> None:
+    served = await serve(tokenizers=tokenizers)
+    body = {"prompt": "say", "echo": True, "logprobs": 2, "max_tokens": 200, "n": 2}
+    undisturbed = await ask(served, "completions", body)
+    asking = asyncio.create_task(ask(served, "completions", body, stream=stream))
+    await until(lambda: any(t.running and len(next(iter(t.logs)).ids) > 10 for t in served.tokenizers))
+    busy = next(tokenizer for tokenizer in served.tokenizers if tokenizer.running)
+    await busy.stop()
+    restarted = FakeTokenizer(busy.endpoint)
+    if tokenizers == 1:
+        await restarted.start()
+    assert (await asyncio.wait_for(asking, 20)).choices == undisturbed.choices
     await restarted.stop()
 
 

@@ -230,6 +230,22 @@ def test_digest_depends_on_shape_and_vocabulary(tmp_path: Path) -> None:
     assert first != model_digest(config, source)
 
 
+def test_a_configuration_alone(tmp_path: Path) -> None:
+    """Nothing beside the file counts: neither its end tokens nor its vocabulary."""
+    folder(tmp_path, config=LLAMA)
+    alone = load_model_config(resolve_model(str(tmp_path / "config.json")))
+    assert alone == load_model_config(resolve_model(str(tmp_path)))
+    digest = model_digest(alone, resolve_model(str(tmp_path / "config.json")))
+    folder(tmp_path, generation_config={"eos_token_id": [7]}, tokenizer={"added_tokens": []})
+    source = resolve_model(str(tmp_path / "config.json"))
+    assert load_model_config(source).eos_token_ids == (2,)
+    assert load_model_config(resolve_model(str(tmp_path))).eos_token_ids == (2, 7)
+    assert model_digest(load_model_config(source), source) == digest
+    (tmp_path / "m.json").write_text("{}")
+    with pytest.raises(StartupError, match=r"m\.json lacks hidden_size"):
+        load_model_config(resolve_model(str(tmp_path / "m.json")))
+
+
 def sized(**changes: Any) -> ModelConfig:
     return dataclasses.replace(load_model_config(resolve_model("demo")), **changes)
 

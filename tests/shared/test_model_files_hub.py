@@ -83,16 +83,24 @@ def hub() -> Iterator[tuple[type[Hub], str]]:
         thread.join()
 
 
-def resolve(endpoint: str, home: Path, model: str, revision: str | None = None, **environment: str) -> str:
+def resolve(
+    endpoint: str,
+    home: Path,
+    model: str,
+    revision: str | None = None,
+    *,
+    vocabulary_only: bool = False,
+    **environment: str,
+) -> str:
     """The folder that a fresh process resolves ``model`` to, or its error."""
     code = (
         "import sys; from shared.model_source import resolve_model; from shared.errors import StartupError\n"
-        "try: print(resolve_model(sys.argv[1], sys.argv[2] or None).path)\n"
+        "try: print(resolve_model(sys.argv[1], sys.argv[2] or None, vocabulary_only=bool(sys.argv[3])).path)\n"
         "except StartupError as error: print('error:', error)"
     )
     clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "proxy" not in k.lower()}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, model, revision or ""],
+        [sys.executable, "-P", "-c", code, model, revision or "", "yes" if vocabulary_only else ""],
         env=clean
         | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         | environment,
@@ -121,6 +129,12 @@ def test_download_pins_the_revision_and_takes_only_what_is_needed(hub: tuple[typ
     assert len(handler.asked) == before
 
 
+def test_for_a_vocabulary_no_weights_are_downloaded(hub: tuple[type[Hub], str], tmp_path: Path) -> None:
+    _, endpoint = hub
+    folder = Path(resolve(endpoint, tmp_path, "org/tiny", vocabulary_only=True))
+    assert sorted(file.name for file in folder.rglob("*")) == ["config.json", "tokenizer.json"]
+
+
 def test_what_cannot_be_found_is_said_in_words(hub: tuple[type[Hub], str], tmp_path: Path) -> None:
     _, endpoint = hub
     assert "was not found" in resolve(endpoint, tmp_path, "org/absent")
@@ -138,11 +152,18 @@ def test_local_paths(tmp_path: Path) -> None:
     assert (source.path, source.kind, source.name) == (tmp_path, "folder", str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert resolve_model(str(tmp_path / "m.gguf")).kind == "gguf"
+    source = resolve_model(str(tmp_path / "config.json"))
+    assert (source.path, source.kind) == (tmp_path / "config.json", "config")
+    (tmp_path / "m.bin").write_bytes(b"GGUF")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "m.bin")
+    assert resolve_model(str(tmp_path / "link.gguf")).path == tmp_path / "link.gguf"
+    (tmp_path / "link.gguf").unlink()
     for model, words in {
         "./absent": "neither a file nor a folder",
         "absent.gguf": "neither a file nor a folder",
         "not a name": "neither a file nor a folder",
-        str(tmp_path / "config.json"): "not a .gguf file",
+        "absent.json": "neither a file nor a folder",
+        str(tmp_path / "m.bin"): r"neither a \.gguf nor a \.json file",
     }.items():
         with pytest.raises(StartupError, match=words):
             resolve_model(model)
