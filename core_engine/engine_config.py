@@ -10,7 +10,8 @@ from shared.config import Settings
 from shared.errors import StartupError
 from shared.messages import ModelCard, WorkerConfig
 from shared.model_config import load_model_config, model_digest, resolve_max_model_len
-from shared.model_source import resolve_model
+from shared.model_source import ModelSource, resolve_model
+from shared.token_ids import count_token_ids
 
 CPU_BUDGET, GPU_BUDGET = 2048, 8192
 
@@ -61,9 +62,16 @@ def load_engine_config(settings: Settings) -> EngineConfig:
         batch_invariant=settings.batch_invariant,
         enforce_eager=settings.enforce_eager,
         load_format=settings.load_format,
+        num_token_ids=_num_token_ids(source, model.vocab_size),
     )
     card = ModelCard(source.name, model_digest(model, source), model.vocab_size, max_model_len)
     return EngineConfig(card, model.eos_token_ids, core, worker)
+
+
+def _num_token_ids(source: ModelSource, vocab_size: int) -> int | None:
+    """``WorkerConfig.num_token_ids``."""
+    count = count_token_ids(source)
+    return count if count is not None and count < vocab_size else None
 
 
 def scheduler_for(settings: Settings, max_model_len: int, device: str) -> SchedulerConfig:

@@ -35,7 +35,9 @@ class Settings:
     """The settings of one process. Fields that its service does not take keep their defaults."""
 
     # model
-    model: str = setting("demo", "demo, a folder, a .gguf file, or a model id of the Hugging Face hub", *SERVICES)
+    model: str = setting(
+        "demo", "demo, a folder, a .gguf or config.json file, or a model id of the Hugging Face hub", *SERVICES
+    )
     revision: str | None = setting(None, "branch, tag or commit of a hub model", *SERVICES)
     served_model_name: list[str] = setting([], "names that the API serves the model under (default: MODEL)", GATEWAY)
     dtype: str = setting(
@@ -47,7 +49,19 @@ class Settings:
     max_model_len: int | None = setting(
         None, "longest prompt + output in tokens; accepts 16k (default: the model's own)", GATEWAY, TOKENIZER, ENGINE
     )
+    tokenizer: str | None = setting(
+        None, "where the vocabulary is, in the forms of --model (default: with the model)", TOKENIZER
+    )
     chat_template: str | None = setting(None, "file with a chat template that replaces the model's", TOKENIZER)
+    generation_config: str = setting(
+        "auto",
+        "defaults for sampling parameters that a request leaves out; auto: the model's own generation_config.json; "
+        "vllm: none; or a folder or file with another one",
+        TOKENIZER,
+    )
+    override_generation_config: str | None = setting(
+        None, "JSON object of such defaults that win over the file's; null takes one away", TOKENIZER
+    )
     seed: int = setting(0, "seed of the worker's random weights (--load-format dummy)", ENGINE)
     load_format: str = setting(
         "auto", "auto, or dummy: random weights of the model's shape", ENGINE, choices=("auto", "dummy")
@@ -129,8 +143,8 @@ class Settings:
         if not 0 <= self.port < 65536:
             raise ValueError(f"--port must be in 0..65535, got {self.port}")
 
-    def to_argv(self, service: str) -> list[str]:
-        """The flags that start ``service`` with these settings: those that it takes and that differ from a default."""
+    def to_argv(self, service: str | None) -> list[str]:
+        """The flags that start ``service`` (None: the launcher) with these settings, those that are not a default."""
         argv: list[str] = []
         for field in _fields_of(service):
             value = getattr(self, field.name)
@@ -154,17 +168,50 @@ def parse_settings(
     ``None`` stands for the launcher: all settings, and those that neither gives come from the file of ``--config``.
     Exits with status 2 and a line that names the nearest flag when one is unknown, like argparse.
     """
+    settings, _ = parse_with_flags(
+        service,
+        argv,
+        lambda parser: None,
+        description=description,
+        prog=prog,
+        environ=environ,
+        positional_model=positional_model,
+    )
+    return settings
+
+
+def parse_with_flags(
+    service: str | None,
+    argv: Sequence[str],
+    add_flags: Callable[[argparse.ArgumentParser], None],
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    description: str = "",
+    prog: str = "",
+    environ: Mapping[str, str] | None = None,
+    positional_model: bool = False,
+) -> tuple[Settings, argparse.Namespace]:
+    """``parse_settings`` for a command that has flags of its own beside the settings; gives both.
+
+    Args:
+        add_flags: adds the command's own flags to the parser, under names that no setting has.
+        defaults: defaults of settings by name, where the command's differ.
+    """
     environ = os.environ if environ is None else environ
+    defaults = defaults or {}
     prog = prog or (f"python -m {service}" if service else "headrace serve")
-    parser = _Parser(prog=prog, description=description)
+    parser = FlagParser(prog=prog, description=description)
     fields = _fields_of(service)
     if positional_model:
         parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="same as --model")
+    add_flags(parser)
     hints = get_type_hints(Settings)
+    group = parser.add_argument_group("settings")
     for field in fields:
-        _add_flag(parser, field, hints[field.name])
-    values = vars(parser.parse_args(list(argv)))
-    positional = values.pop("model_positional", None)
+        _add_flag(group, field, hints[field.name], defaults)
+    own = parser.parse_args(list(argv))
+    values = {field.name: vars(own).pop(field.name) for field in fields}
+    positional = vars(own).pop("model_positional", None)
     if positional is not None:
         values["model"] = positional
     for field in fields:
@@ -175,8 +222,8 @@ def parse_settings(
         in_file = _from_file(path, fields, hints) if path else {}
         for field in fields:
             if values[field.name] is None:
-                values[field.name] = in_file.get(field.name, _default(field))
-        return Settings(**values)
+                values[field.name] = in_file.get(field.name, defaults.get(field.name, _default(field)))
+        return Settings(**values), own
     except ValueError as error:
         parser.error(str(error))
 
@@ -199,9 +246,11 @@ def _flag_of(name: str, value: Any) -> list[str]:
     return [f"{flag}={value}"]
 
 
-def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any) -> None:
+def _add_flag(
+    parser: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any]
+) -> None:
     kind, is_list = _kind(hint)
-    default, text = _default(field), field.metadata["help"]
+    default, text = defaults.get(field.name, _default(field)), field.metadata["help"]
     shown = "" if default is None or is_list or kind is bool else f" (default: {default})"
     options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%") + shown, "default": None}
     if kind is bool:
@@ -310,7 +359,7 @@ def _boolean(text: str) -> bool:
 _CONVERTERS: dict[type, Callable[[str], Any]] = {int: _whole, float: float, str: str, bool: _boolean}
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """No abbreviations; an unknown flag is answered with the nearest one."""
 
     def __init__(self, **options: Any) -> None:

@@ -111,6 +111,8 @@ class TextSpec:
     tenant: str = ""
     echo: bool = False
     """The prompt's text and ids come back with the first row of each choice (``PromptInfo``)."""
+    clamp_max_tokens: bool = False
+    """A ``max_tokens`` beyond the end of the context means up to that end; else it is refused."""
 
 
 @part

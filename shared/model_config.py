@@ -68,7 +68,9 @@ def load_model_config(source: ModelSource) -> ModelConfig:
     """
     if source.kind == "gguf":
         return _from_gguf(source.path, read_gguf_header(source.path))
-    return _from_folder(source.path)
+    if source.kind == "config":
+        return _from_json(source.path, None)
+    return _from_json(source.path / "config.json", source.path)
 
 
 def model_digest(config: ModelConfig, source: ModelSource) -> str:
@@ -78,7 +80,7 @@ def model_digest(config: ModelConfig, source: ModelSource) -> str:
     if source.kind == "gguf":
         tokens = read_gguf_header(source.path).metadata.get("tokenizer.ggml.tokens")
         digest.update(tokens.raw if isinstance(tokens, GgufStrings) else b"")
-    elif (file := source.path / "tokenizer.json").is_file():
+    elif source.kind == "folder" and (file := source.path / "tokenizer.json").is_file():
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -101,15 +103,16 @@ def resolve_max_model_len(config: ModelConfig, asked: int | None) -> int:
 # -- config.json -----------------------------------------------------------------------------------------------------
 
 
-def _from_folder(folder: Path) -> ModelConfig:
-    raw = _read_json(folder / "config.json")
+def _from_json(file: Path, folder: Path | None) -> ModelConfig:
+    """``file`` is a config.json; the files beside it in ``folder`` name more end tokens."""
+    raw = _read_json(file)
     text = {**raw, **raw["text_config"]} if isinstance(raw.get("text_config"), dict) else raw
 
     def number(*names: str) -> int:
         for name in names:
             if text.get(name) is not None:
                 return int(text[name])
-        raise StartupError(f"{folder / 'config.json'} lacks {names[0]}")
+        raise StartupError(f"{file} lacks {names[0]}")
 
     architecture = str(text.get("model_type", ""))
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
@@ -155,19 +158,21 @@ def _rope_of(text: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _eos_ids(folder: Path, *configs: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path | None, *configs: Mapping[str, Any]) -> tuple[int, ...]:
     found: set[int] = set()
-    generation = _read_json(folder / "generation_config.json", optional=True)
+    generation = _read_json(folder / "generation_config.json", optional=True) if folder else {}
     for config in (*configs, generation):
         value = config.get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(int(i) for i in found | (_tokenizer_eos(folder) if folder else set())))
+
+
+def _tokenizer_eos(folder: Path) -> set[int]:
     tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
     token = tokenizer.get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
-    if content:
-        added = _added_tokens(folder, tokenizer)
-        found.update([added[content]] if content in added else [])
-    return tuple(sorted(int(i) for i in found))
+    added = _added_tokens(folder, tokenizer) if content else {}
+    return {added[content]} if content in added else set()
 
 
 def _added_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, int]:

@@ -31,6 +31,9 @@ class Decoder(Protocol):
     def step(self, token_id: int) -> str:
         """The text that this token releases; empty while a character is incomplete."""
 
+    def own(self, token_id: int) -> bytes:
+        """What ``token_id``, the last that was given to ``step``, adds to the text, incomplete characters included."""
+
     def flush(self) -> str:
         """What is still held at the end, as ``decode`` would give it."""
 
@@ -42,16 +45,33 @@ class Detokenizer:
         self._tokenizer = tokenizer
         kind = _kind_of_bytes(tokenizer)
         self._tables = None if kind is None else {skip: TokenTable(tokenizer, kind, skip) for skip in (True, False)}
+        added = {} if kind else tokenizer.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def decoder(self, prompt: Sequence[int], skip_special_tokens: bool) -> Decoder:
         """A new decoder for text that follows ``prompt`` (its last few ids are enough)."""
         if self._tables is not None:
             return _ByteDecoder(self._tables[skip_special_tokens])
-        return _ComparingDecoder(self._tokenizer, prompt, skip_special_tokens)
+        return _ComparingDecoder(self._tokenizer, prompt, self._special if skip_special_tokens else frozenset())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of ``ids`` on their own."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """What a token stands for, special or not, with whatever it puts between itself and a token before it.
+
+        None: there is no such token.
+        """
+        if self._tokenizer.id_to_token(token_id) is None:
+            return None
+        if self._tables is not None:
+            return _as_bytes(self._tables[False][token_id])
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        before, both = self.decode([token_id]), self.decode([token_id, token_id])
+        return both[len(before) :].encode()
 
 
 class TokenTable(dict[int, str | bytes]):
@@ -94,31 +114,41 @@ class _ByteDecoder:
             return found
         return self._decode(found)
 
+    def own(self, token_id: int) -> bytes:
+        return _as_bytes(self._table[token_id])
+
     def flush(self) -> str:
         self._begun = False
         return self._utf8.decode(b"", True)
 
     def _decode(self, found: str | bytes) -> str:
-        text = self._utf8.decode(found.encode() if isinstance(found, str) else found)
+        text = self._utf8.decode(_as_bytes(found))
         self._begun = bool(self._utf8.getstate()[0])
         return text
 
 
 class _ComparingDecoder:
-    __slots__ = ("_before", "_context", "_held", "_skip", "_tokenizer")
+    __slots__ = ("_before", "_context", "_held", "_released", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> None:
+        self._tokenizer, self._skipped = tokenizer, skipped
         self._held: list[int] = []
-        self._settle([int(i) for i in prompt[-_CONTEXT:]])
+        self._released = ""
+        self._settle([int(i) for i in prompt if self._has_text(i)][-_CONTEXT:])
 
     def step(self, token_id: int) -> str:
-        if token_id < 0:
+        self._released = ""
+        if not self._has_text(token_id):
             return ""
         self._held.append(token_id)
         text = self._text(self._context + self._held)
         complete = len(text) > len(self._before) and not text.endswith("�")
-        return self._release(text) if complete or len(self._held) >= MAX_HELD else ""
+        if complete or len(self._held) >= MAX_HELD:
+            self._released = self._release(text)
+        return self._released
+
+    def own(self, token_id: int) -> bytes:
+        return self._released.encode()
 
     def flush(self) -> str:
         return self._release(self._text(self._context + self._held)) if self._held else ""
@@ -133,7 +163,15 @@ class _ComparingDecoder:
         self._before = self._text(context)
 
     def _text(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def _has_text(self, token_id: int) -> bool:
+        """Others would only push the text before them out of the context."""
+        return token_id >= 0 and token_id not in self._skipped and self._tokenizer.id_to_token(token_id) is not None
+
+
+def _as_bytes(found: str | bytes) -> bytes:
+    return found.encode() if isinstance(found, str) else found
 
 
 def _byte_alphabet() -> dict[int, int]:

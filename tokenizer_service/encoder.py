@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from shared.errors import RequestError
 from shared.messages import Int32, TextSpec
 from shared.sampling import SamplingParams
+from tokenizer_service.bad_words import BadWords
 from tokenizer_service.template_runner import TemplateRunner
 from tokenizer_service.vocabulary import Vocabulary
 
+T = TypeVar("T")
+
 THREADS = 4
 """Texts that are encoded at the same time; the threads hold no lock of Python's while they do."""
+
+
+class Prompt(NamedTuple):
+    """What a model is to continue."""
+
+    ids: Int32
+    """At least one."""
+    text: str | None
+    """As the client wrote it; None: it came as ids or as a chat, or it was truncated."""
 
 
 class Encoder:
@@ -24,18 +38,29 @@ class Encoder:
     Args:
         vocabulary: of the model.
         templates: renders chats.
-        vocab_size: width of the logits; ids of a client must be below it.
+        texts: [width of the logits] the bytes of each id's token, None where it has none. Ids of a client must be
+            below that width.
         max_model_len: longest prompt + output in tokens.
+        default_max_tokens: longest output of a request that does not say; None: all that the context holds.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, templates: TemplateRunner, *, vocab_size: int, max_model_len: int
+        self,
+        vocabulary: Vocabulary,
+        templates: TemplateRunner,
+        *,
+        texts: Sequence[bytes | None],
+        max_model_len: int,
+        default_max_tokens: int | None = None,
     ) -> None:
         self._tokenizer = vocabulary.tokenizer
+        self._bad_words = BadWords(vocabulary)
         self._bos_id = vocabulary.bos_id
         self._templates = templates
-        self._vocab_size = vocab_size
+        self._texts = texts
+        self._vocab_size = len(texts)
         self._max_model_len = max_model_len
+        self._default_max_tokens = default_max_tokens
         self._threads = ThreadPoolExecutor(THREADS, "encode")
 
     async def ids(self, spec: TextSpec) -> Int32:
@@ -53,36 +78,60 @@ class Encoder:
             return await self._encode(await self._templates.render(spec.chat), False, "messages")
         return await self._encode(spec.text or "", spec.add_special_tokens, "prompt")
 
-    async def prompt(self, spec: TextSpec) -> Int32:
-        """The prompt of ``spec`` as token ids, int32; at least one.
+    async def prompt(self, spec: TextSpec) -> Prompt:
+        """The prompt of ``spec``: the last ``truncate_prompt_tokens`` ids of it, a BOS at its beginning included.
 
         Raises:
-            RequestError: as ``ids``, and for an empty prompt.
+            RequestError: as ``ids``, for an empty prompt, and for more tokens to keep than the context holds.
         """
+        keep = self._tokens_to_keep(spec.params)
         ids = await self.ids(spec)
         if not len(ids):
             raise RequestError("the prompt is empty, and this model needs at least one token", param_of(spec))
-        return ids
+        if keep is not None and len(ids) > keep:
+            return Prompt(ids[-keep:], None)
+        return Prompt(ids, spec.text)
+
+    async def params(self, spec: TextSpec, prompt_tokens: int) -> SamplingParams:
+        """What an engine needs of the parameters of ``spec``: as ``fit``, and with the ids of bad words.
+
+        Raises:
+            RequestError: as ``fit``, and for a word without tokens.
+        """
+        params = self.fit(spec, prompt_tokens)
+        if not params.bad_words:
+            return params
+        for index, word in enumerate(params.bad_words):
+            _check_unicode(word, f"bad_words[{index}]", "bad_words")
+        found = await self._run(self._bad_words.ids, params.bad_words)
+        known = params.bad_words_token_ids
+        return dataclasses.replace(params, bad_words=[], bad_words_token_ids=known + found)
 
     def fit(self, spec: TextSpec, prompt_tokens: int) -> SamplingParams:
         """The parameters of ``spec`` with ``max_tokens`` filled in, checked against the model's context.
 
         Raises:
-            RequestError: prompt and output are longer than the context.
+            RequestError: prompt and output are longer than the context, or a parameter is out of range.
         """
         params, limit = spec.params, self._max_model_len
         params.validate(self._vocab_size)
+        self._check_tokens_exist(params)
         if prompt_tokens + 1 > limit:
             raise RequestError(
                 f"prompt {prompt_tokens} + at least 1 output token > max_model_len {limit}", param_of(spec)
             )
+        params = dataclasses.replace(params, truncate_prompt_tokens=None)
         if params.max_tokens is None:
-            return dataclasses.replace(params, max_tokens=limit - prompt_tokens)
-        if prompt_tokens + params.max_tokens > limit:
-            raise RequestError(
-                f"max_tokens {params.max_tokens} + prompt {prompt_tokens} > max_model_len {limit}", "max_tokens"
-            )
-        return params
+            room = limit - prompt_tokens
+            return dataclasses.replace(params, max_tokens=min(room, self._default_max_tokens or room))
+        if prompt_tokens + params.max_tokens <= limit:
+            return params
+        if spec.clamp_max_tokens:
+            room = limit - prompt_tokens
+            return dataclasses.replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        raise RequestError(
+            f"max_tokens {params.max_tokens} + prompt {prompt_tokens} > max_model_len {limit}", "max_tokens"
+        )
 
     def checked_ids(self, ids: Int32, param: str) -> Int32:
         """``ids`` if the model has all of them.
@@ -104,13 +153,32 @@ class Encoder:
         """End the threads once they are done."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _tokens_to_keep(self, params: SamplingParams) -> int | None:
+        """The longest that the prompt may be after truncation; None: it is not truncated."""
+        asked, limit = params.truncate_prompt_tokens, self._max_model_len
+        if asked is not None and asked > limit:
+            raise RequestError(f"truncate_prompt_tokens {asked} > max_model_len {limit}", "truncate_prompt_tokens")
+        if asked is None or asked > 0:
+            return asked
+        # Beside the output that is wanted; an engine needs room for one token in any case.
+        return max(1, limit - max(1, params.max_tokens or 1))
+
+    def _check_tokens_exist(self, params: SamplingParams) -> None:
+        """Refuse to prefer ids that no text can be made of."""
+        named = {"logit_bias": [token_id for token_id, _ in params.logit_bias]}
+        named["allowed_token_ids"] = params.allowed_token_ids or []
+        for param, ids in named.items():
+            for token_id in ids:
+                if self._texts[token_id] is None:
+                    raise RequestError(f"{param}: the id {token_id} has no token in this vocabulary", param)
+
     async def _encode(self, text: str, add_special_tokens: bool, param: str) -> Int32:
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise RequestError(f"{param} holds half of a surrogate pair, which is not a character", param) from None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode_now, text, add_special_tokens)
+        _check_unicode(text, param, param)
+        ids = await self._run(self._encode_now, text, add_special_tokens)
+        return self.checked_ids(ids, param)
+
+    async def _run(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def _encode_now(self, text: str, add_special_tokens: bool) -> Int32:
         # encode would hold the interpreter's lock all the time; encode_batch does not.
@@ -119,6 +187,13 @@ class Encoder:
         if add_special_tokens and self._bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
             return ids[1:]
         return ids
+
+
+def _check_unicode(text: str, name: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{name} holds half of a surrogate pair, which is not a character", param) from None
 
 
 def param_of(spec: TextSpec) -> str:

@@ -12,7 +12,8 @@ from shared.hop import Growth, Log, Relay, Request
 from shared.logging import get_logger
 from shared.messages import End, ErrorInfo, FinishReason, TextSpec, TokenSpec
 from tokenizer_service.detokenizer import Detokenizer
-from tokenizer_service.encoder import Encoder
+from tokenizer_service.encoder import Encoder, Prompt
+from tokenizer_service.logprob_text import LogprobText, PromptText
 from tokenizer_service.text_stream import TextStream
 
 PROMPT_TAIL = 8
@@ -40,6 +41,8 @@ class Progress:
     """None until the prompt is encoded."""
     tail: list[int] = dataclasses.field(default_factory=list)
     """The last ids of the prompt."""
+    prompt: PromptText | None = None
+    """None: nothing is told of the prompt."""
 
 
 class Requests:
@@ -50,9 +53,12 @@ class Requests:
 
     relay: Relay
 
-    def __init__(self, encoder: Encoder, detokenizer: Detokenizer, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, encoder: Encoder, detokenizer: Detokenizer, logprob_text: LogprobText, eos_ids: Sequence[int]
+    ) -> None:
         self._encoder = encoder
         self._detokenizer = detokenizer
+        self._logprob_text = logprob_text
         self._eos_ids = frozenset(eos_ids)
         self._log = get_logger()
         self.counts = Counts()
@@ -87,17 +93,18 @@ class Requests:
         self.encoding += 1
         try:
             prompt = await self._encoder.prompt(spec)
-            params = self._encoder.fit(spec, len(prompt))
+            params = await self._encoder.params(spec, len(prompt.ids))
             left = None if spec.deadline_s is None else spec.deadline_s - (time.monotonic() - arrived)
             progress: Progress = request.context
             progress.spec = TokenSpec(
-                params, prompt.tobytes(), spec.priority, spec.cache_salt, spec.resumable, left, spec.tenant
+                params, prompt.ids.tobytes(), spec.priority, spec.cache_salt, spec.resumable, left, spec.tenant
             )
-            progress.tail = prompt[-PROMPT_TAIL:].tolist()
+            progress.tail = prompt.ids[-PROMPT_TAIL:].tolist()
+            progress.prompt = self._told_of(prompt, spec)
             for log in request.logs:
                 self._open(log, progress)
                 self._write(log, 0)
-            self.counts.prompt_tokens += len(prompt)
+            self.counts.prompt_tokens += len(prompt.ids)
             self.relay.start(request, progress.spec)
         except RequestError as error:
             self.counts.refused += 1
@@ -110,11 +117,23 @@ class Requests:
             self.encoding -= 1
         self.relay.flush()
 
+    def _told_of(self, prompt: Prompt, spec: TextSpec) -> PromptText | None:
+        scored = spec.params.prompt_logprobs is not None
+        if not (scored or spec.echo):
+            return None
+        text = prompt.text
+        if text is None:
+            text = self._detokenizer.decode(prompt.ids.tolist()) if spec.echo else ""
+        return self._logprob_text.prompt(prompt.ids, text, echo=spec.echo, scored=scored)
+
     # -- up ----------------------------------------------------------------------------------------------------------
 
     def _open(self, log: Log, progress: Progress) -> None:
-        """Give a log a new decoder."""
+        """Give a log a new decoder, and what its first row is to tell of the prompt."""
         assert progress.spec is not None
+        told = progress.prompt
+        if told is not None and (told.echo or log.choice == 0):
+            log.prompt = told.info
         log.context = TextStream(self._detokenizer, progress.tail, progress.spec.params, self._eos_ids)
         log.pieces = []
 
@@ -126,11 +145,15 @@ class Requests:
             self.relay.fail(log.request, _INTERNAL)
 
     def _write(self, log: Log, first: int) -> None:
-        """Make the text of the rows from ``first`` on, and end the log at a stop string."""
+        """Make the text of the rows from ``first`` on and of their records, and end the log at a stop string."""
         stream: TextStream = log.context
-        ids, pieces = log.ids, log.pieces
+        ids, pieces, records = log.ids, log.pieces, log.records
+        if first == 0:
+            self._tell_prompt(log)
         for offset in range(first, len(ids)):
             pieces.append(stream.push(ids[offset]))
+            if records and records[offset]:
+                records[offset] = self._logprob_text.record(records[offset], stream.own(ids[offset]))
             if stream.stop is not None:
                 self._end(log, offset + 1, stream.stop, "")
                 break
@@ -139,6 +162,13 @@ class Requests:
                 log.last_piece = stream.finish()
                 if stream.stop is not None and not log.failed:
                     self._end(log, len(ids), stream.stop, log.last_piece)
+
+    def _tell_prompt(self, log: Log) -> None:
+        """Complete what an engine has told of the prompt: it knows only the records."""
+        progress: Progress = log.request.context
+        told = progress.prompt
+        if told is not None and log.prompt is not None and log.prompt is not told.info:
+            log.prompt = self._logprob_text.scored(told, log.prompt.records)
 
     def _end(self, log: Log, tokens: int, stop: str, last_piece: str) -> None:
         log.cut(tokens, End(FinishReason.STOP, stop_reason=stop), last_piece)

@@ -23,6 +23,7 @@ from shared.transport import Connector, Listener, Pump, Received, new_boot
 from tokenizer_service.calls import Calls
 from tokenizer_service.encoder import Encoder
 from tokenizer_service.engines import REFRESH_S, Engines, protocol_refusal
+from tokenizer_service.generation_config import SamplingDefaults
 from tokenizer_service.model import Model, load_model
 from tokenizer_service.requests import Requests
 from tokenizer_service.template_runner import TemplateRunner
@@ -103,6 +104,7 @@ class TokenizerService:
         await self._check_templates(templates)
         self._core = self._assemble(model, templates)
         self._log.info("tokenizer loaded", endpoint=self.endpoint, vocabulary=model.card.vocab_size)
+        self._announce_defaults(model.sampling_defaults)
         while True:
             await self._core.engines.refresh()
             await asyncio.sleep(REFRESH_S)
@@ -117,10 +119,26 @@ class TokenizerService:
                 reason=words,
             )
 
+    def _announce_defaults(self, defaults: SamplingDefaults) -> None:
+        if defaults.values:
+            self._log.info(
+                "default sampling parameters from generation_config: requests that leave these out get them; "
+                "--generation-config vllm switches that off",
+                origin=defaults.origin,
+                **defaults.values,
+            )
+
     def _assemble(self, model: Model, templates: TemplateRunner) -> _Core:
         card = model.card
-        encoder = Encoder(model.vocabulary, templates, vocab_size=card.vocab_size, max_model_len=card.max_model_len)
-        requests = Requests(encoder, model.detokenizer, model.eos_ids)
+        max_tokens = model.sampling_defaults.values.get("max_tokens")
+        encoder = Encoder(
+            model.vocabulary,
+            templates,
+            texts=model.logprob_text.texts,
+            max_model_len=card.max_model_len,
+            default_max_tokens=None if max_tokens is None else int(max_tokens),
+        )
+        requests = Requests(encoder, model.detokenizer, model.logprob_text, model.eos_ids)
         engines = Engines(
             self._settings.engine_endpoint or [DEFAULT_ENGINE_ENDPOINT],
             card,

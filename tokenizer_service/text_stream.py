@@ -45,6 +45,12 @@ class TextStream:
         text = self._step(token_id)
         return text if self._stops is None else self._search(text, count >= self._min_tokens)
 
+    def own(self, token_id: int) -> bytes:
+        """What ``token_id``, the last that was pushed, adds to the text as long as no stop string cuts it."""
+        if token_id in self._hidden and self._count > self._min_tokens:
+            return b""
+        return self._decoder.own(token_id)
+
     def finish(self) -> str:
         """What is still held when the choice ends; may find a last stop string."""
         if self.stop is not None:

@@ -40,6 +40,8 @@ def load_vocabulary(source: ModelSource) -> Vocabulary:
         from tokenizer_service.gguf_vocabulary import load_gguf_vocabulary
 
         return load_gguf_vocabulary(source.path)
+    if source.kind == "config":
+        raise StartupError(f"{source.path} comes without a vocabulary; name one with --tokenizer")
     return _from_folder(source.path)
 
 
@@ -69,7 +71,9 @@ def add_bos_and_eos(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> N
 def _from_folder(folder: Path) -> Vocabulary:
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise StartupError(f"{folder} holds no tokenizer.json; other tokenizer files are not supported")
+        raise StartupError(
+            f"{folder} holds no tokenizer.json, and other tokenizer files are not supported; name one with --tokenizer"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:

@@ -46,7 +46,7 @@ def take_delta(
         if offset > have:
             gaps.append(request)
             continue
-        if offset == 0 and index in prompts:
+        if have == offset == 0 and index in prompts:
             log.prompt = prompts[index]
         start += have - offset  # trim the rows that are here already
         if start < stop:

@@ -68,3 +68,22 @@ def test_model_and_settings(tmp_path: Path) -> None:
     assert load(tmp_path).card.max_model_len == 4096
     with pytest.raises(StartupError, match="--max-model-len 5000 is more than the model's 4096 positions"):
         load(tmp_path, max_model_len=5000)
+
+
+def vocabulary(folder: Path, tokens: int, added: int | None = None) -> None:
+    """A tokenizer.json with ids below ``tokens``, and one that was added."""
+    content = {
+        "model": {"type": "BPE", "vocab": {f"t{i}": i for i in range(tokens)}, "merges": []},
+        "added_tokens": [] if added is None else [{"id": added, "content": "<end>"}],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_logits_without_a_token_are_told_to_workers(tmp_path: Path) -> None:
+    assert load(tmp_path).worker.num_token_ids is None
+    for tokens, added, expected in ((900, None, 900), (900, 960, 961), (900, 999, None), (1000, None, None)):
+        vocabulary(tmp_path, tokens, added)
+        assert load(tmp_path).worker.num_token_ids == expected
+    vocabulary(tmp_path, 1000, 1001)
+    assert load(tmp_path).worker.num_token_ids is None
+    assert load_engine_config(Settings(model="demo")).worker.num_token_ids is None

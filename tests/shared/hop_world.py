@@ -300,7 +300,8 @@ class Engine(Process):
     def settle(self, step):
         wanted = [(log, row) for log, row in step if log.end is None]
         tokens = [(log, row) for log, row in wanted if not isinstance(row, FinishReason)]
-        self.child.append_step([log for log, _ in tokens], [row for _, row in tokens])
+        for log, row in tokens:
+            self.child.append(log, row)
         for log, row in wanted:
             if isinstance(row, FinishReason):
                 self.running.pop(log, None)

@@ -13,7 +13,19 @@ import numpy as np
 
 from shared.config import Settings
 from shared.hop import ENGINE, Child, Growth, Log, Parent, Request, RunningClock, Timers
-from shared.messages import Attempt, End, FinishReason, Hello, Load, Message, ModelCard, TextSpec, TokenSpec
+from shared.logprobs import pack_records
+from shared.messages import (
+    Attempt,
+    End,
+    FinishReason,
+    Hello,
+    Load,
+    Message,
+    ModelCard,
+    PromptInfo,
+    TextSpec,
+    TokenSpec,
+)
 from shared.sampling import SamplingParams
 from shared.transport import Connector, Listener, Pump, Received, new_boot
 from tokenizer_service.model import load_model
@@ -34,8 +46,17 @@ def tick_often(loop_body: Callable[[], None]) -> asyncio.Task[None]:
     return asyncio.get_running_loop().create_task(forever())
 
 
+def record(token_id: int, top: Sequence[int] = ()) -> bytes:
+    """A token record; the log-probabilities tell the ids."""
+    ids = np.array([[token_id, *top]], np.int32)
+    return pack_records(np.array([1], np.int32), ids, -ids.astype(np.float32))[0]
+
+
 class ScriptedEngine:
-    """Produces the ids of a script, one row of each choice per step, and ends with ``end``."""
+    """Produces the ids of a script, one row of each choice per step, and ends with ``end``.
+
+    Where records are wanted, each holds as many alternatives as were asked for: the ids that follow the token's.
+    """
 
     def __init__(self, endpoint: str, card: ModelCard, script: Script, end: End = LENGTH) -> None:
         self.card, self.script, self.end, self.ready = card, script, end, True
@@ -70,8 +91,10 @@ class ScriptedEngine:
         for rid, rows in list(self._active.items()):
             request = self.child.requests[rid]
             for log, ids in zip(request.logs, rows, strict=True):
-                if log.end is None and len(log.ids) < len(ids):
-                    self.child.append(log, ids[len(log.ids)])
+                if log.end is None and len(log.ids) < len(ids) and request.spec.params.max_tokens != 0:
+                    token_id, wanted = ids[len(log.ids)], request.spec.params.logprobs
+                    records = [] if wanted is None else [record(token_id, range(token_id + 1, token_id + 1 + wanted))]
+                    self.child.extend(log, [token_id], records)
                 elif log.end is None:
                     self.child.finish(log, self.end)
         self.child.flush()
@@ -85,6 +108,9 @@ class ScriptedEngine:
         self.begun.append(request.spec)
         self.child.accept(request, len(request.spec.prompt) // 4)
         self._active[request.rid] = [list(ids) for ids in self.script(request)]
+        if request.spec.params.prompt_logprobs is not None:
+            prompt = np.frombuffer(request.spec.prompt, np.int32).tolist()
+            request.logs[0].prompt = PromptInfo([record(token_id) for token_id in prompt[1:]])
 
     def replaced(self, old: Log, new: Log) -> None:
         pass
@@ -230,7 +256,7 @@ def text_of(log: Log) -> str:
 def spec(text: str | None = None, **options: Any) -> TextSpec:
     """A request; ``ids`` and ``chat`` instead of ``text``; everything else is a sampling parameter."""
     ids, chat = options.pop("ids", None), options.pop("chat", None)
-    plain = options.pop("add_special_tokens", True)
+    plain, echo = options.pop("add_special_tokens", True), options.pop("echo", False)
     resumable = options.pop("resumable", False)
     return TextSpec(
         SamplingParams(**{"max_tokens": 64} | options),
@@ -239,4 +265,5 @@ def spec(text: str | None = None, **options: Any) -> TextSpec:
         chat=chat,
         add_special_tokens=plain,
         resumable=resumable,
+        echo=echo,
     )

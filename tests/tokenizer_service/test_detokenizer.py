@@ -104,3 +104,11 @@ def test_a_literal_replacement_character_is_held_for_eight_tokens_at_most() -> N
 def test_words_joined_are_what_decode_adds_to_the_prompt(ids: list[int], prompt: list[int]) -> None:
     before = WORDS.decode(prompt)
     assert before + "".join(pieces(WORDS, ids, prompt=prompt)) == WORDS.decode(prompt + ids)
+
+
+def test_tokens_without_text_do_not_part_words_from_those_before() -> None:
+    a, special = WORDS.token_to_id("a"), WORDS.token_to_id("<s>")
+    for nothing in (special, 1000, -1):
+        got = pieces(WORDS, [a, *[nothing] * 20, a])
+        assert "".join(got) == "a a"
+    assert pieces(WORDS, [a], prompt=[a, *[special] * 20])[0] == " a"
