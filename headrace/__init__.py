@@ -1,16 +1,56 @@
-"""Headrace's front door: the command line and the local launcher. What it exports is imported when first used."""
+"""Headrace's front door: the command line, the local launcher, and models called from Python (``LLM``).
+
+What it exports is imported when first used.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.async_llm import AsyncLLM
+    from headrace.launcher import Launcher
+    from headrace.llm import LLM
+    from headrace.offline.errors import EngineDead, InvalidRequest, RequestFailed
+    from headrace.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from headrace.sampling_params import RequestOutputKind, SamplingParams
+    from headrace.supervisor import Supervisor
+
+    __version__: str
 
 _EXPORTS = {
+    "LLM": "headrace.llm",
+    "AsyncLLM": "headrace.async_llm",
+    "CompletionOutput": "headrace.outputs",
+    "EngineDead": "headrace.offline.errors",
+    "InvalidRequest": "headrace.offline.errors",
     "Launcher": "headrace.launcher",
+    "Logprob": "headrace.outputs",
+    "RequestFailed": "headrace.offline.errors",
+    "RequestMetrics": "headrace.outputs",
+    "RequestOutput": "headrace.outputs",
+    "RequestOutputKind": "headrace.sampling_params",
+    "SamplingParams": "headrace.sampling_params",
     "Supervisor": "headrace.supervisor",
 }
 
-__all__ = ["Launcher", "Supervisor", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineDead",
+    "InvalidRequest",
+    "Launcher",
+    "Logprob",
+    "RequestFailed",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "Supervisor",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

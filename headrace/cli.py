@@ -22,6 +22,8 @@ COMMANDS = {
     "serve": Command("headrace.launcher:serve", "start a model's four processes and serve the OpenAI API"),
     "complete": Command("headrace.complete:main", "continue a text on the terminal"),
     "chat": Command("headrace.chat:main", "talk with a model on the terminal"),
+    "bench": Command("headrace.bench.main:main", "measure a server or an engine"),
+    "run-batch": Command("headrace.run_batch:main", "answer the requests of an OpenAI batch file"),
     "fetch": Command("headrace.fetch:main", "download a model of the Hugging Face hub into the local cache"),
     "keys": Command("headrace.keys:main", "write the CURVE keys of tcp links into a folder"),
     "collect-env": Command("headrace.collect_env:main", "print versions, hardware and variables for a bug report"),

@@ -10,12 +10,12 @@ import pathlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from headrace.client import base_url, readiness
 from headrace.run_dir import RunDir
 from headrace.supervisor import Program, Supervisor, python_argv
-from shared.config import ENGINE, ENV_PREFIX, GATEWAY, TOKENIZER, WORKER, Settings, parse_settings
+from shared.config import ENGINE, ENV_PREFIX, GATEWAY, SERVICES, TOKENIZER, WORKER, Settings, parse_settings
 from shared.errors import StartupError
 from shared.lifecycle import EXIT_CONFIG, watch_parent
 from shared.logging import get_logger, setup_logging
@@ -107,8 +107,15 @@ class Launcher:
         self._log.info(f"ready after {seconds} s: {name} at {url}/v1")
 
 
-def programs(settings: Settings, source: ModelSource, ipc: Callable[[str], str]) -> list[Program]:
-    """The processes to run, in the order in which they are stopped. ``ipc`` makes an endpoint from a name."""
+def programs(
+    settings: Settings, source: ModelSource, ipc: Callable[[str], str], services: Collection[str] = SERVICES
+) -> list[Program]:
+    """The processes to run, in the order in which they are stopped.
+
+    Args:
+        ipc: makes an endpoint from a name: ``tokenizer-0``, …, ``engine``, ``worker``.
+        services: those to run.
+    """
     keys = settings.api_key
     tokenizers = [f"tokenizer-{i}" for i in range(settings.tokenizers)]
     settings = dataclasses.replace(
@@ -132,7 +139,7 @@ def programs(settings: Settings, source: ModelSource, ipc: Callable[[str], str])
         found.append(_program(TOKENIZER, dataclasses.replace(settings, listen=ipc(name)), environ, label))
     found.append(_program(ENGINE, dataclasses.replace(settings, listen=ipc("engine")), environ))
     found.append(_program(WORKER, settings, environ))
-    return found
+    return [program for program in found if program.name.partition("/")[0] in services]
 
 
 def claim_port(host: str, port: int) -> int:

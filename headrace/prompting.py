@@ -78,7 +78,7 @@ def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
     server = parser.add_argument_group("server")
     server.add_argument(
         "--url",
-        type=_server_url,
+        type=server_url,
         default=os.environ.get(URL_VARIABLE) or DEFAULT_URL,
         help=f"where the server is (default: {URL_VARIABLE}, else {DEFAULT_URL})",
     )
@@ -157,7 +157,7 @@ def exit_code_of(prog: str, run: Callable[[], int]) -> int:
         return 128 + signal.SIGINT
 
 
-def _server_url(text: str) -> str:
+def server_url(text: str) -> str:
     """``host:port`` and the form with ``/v1`` that OpenAI clients take mean the server's root as well."""
     url = text if "://" in text else f"http://{text}"
     try:

@@ -17,6 +17,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import structlog
+
+from headrace.child_process import ChildProcess
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_GAVE_UP, EXIT_OK, EXIT_USAGE, PARENT_VARIABLE
 from shared.logging import get_logger
 
@@ -56,15 +59,18 @@ class Supervisor:
         max_restarts: int = MAX_RESTARTS,
         window_s: float = RESTART_WINDOW_S,
         backoff_s: Sequence[float] = BACKOFF_S,
+        log: structlog.stdlib.BoundLogger | None = None,
     ) -> None:
         self._programs = list(programs)
         self._max_restarts = max_restarts
         self._window_s = window_s
         self._backoff_s = backoff_s
-        self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._running: dict[str, ChildProcess] = {}
         self._ended: asyncio.Future[int] | None = None
         self._at_once: int | None = None
-        self._log = get_logger()
+        self._log = log or get_logger()
+        self.failure: str | None = None
+        """Why the run ended when nobody asked for it, in words."""
 
     @property
     def stopping(self) -> bool:
@@ -87,8 +93,7 @@ class Supervisor:
     def kill(self) -> None:
         """SIGKILL to every program that runs."""
         for process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
 
     async def run(self) -> int:
         """Start all programs at once and return an exit code of ``shared.lifecycle`` when all have ended."""
@@ -110,22 +115,20 @@ class Supervisor:
             try:
                 code = await self._run_once(program)
             except OSError as error:
-                self._log.error(f"{program.name} cannot be started: {error}")
-                self._finish(EXIT_FAILURE)
+                self._fail(EXIT_FAILURE, f"{program.name} cannot be started: {error}")
                 return
             if code in (EXIT_CONFIG, EXIT_USAGE):
-                self._log.error(f"{program.name} cannot start; its message above says why")
-                self._finish(code)
+                self._fail(code, f"{program.name} cannot start; its message above says why")
                 return
             now = time.monotonic()
             while restarts and restarts[0] < now - self._window_s:
                 restarts.popleft()
             if len(restarts) == self._max_restarts:
-                self._log.error(
+                self._fail(
+                    EXIT_GAVE_UP,
                     f"{program.name} {describe_exit(code)}; giving up after {self._max_restarts} restarts "
-                    f"in {self._window_s:.0f} s"
+                    f"in {self._window_s:.0f} s",
                 )
-                self._finish(EXIT_GAVE_UP)
                 return
             pause = self._backoff_s[min(len(restarts), len(self._backoff_s) - 1)]
             restarts.append(now)
@@ -136,14 +139,7 @@ class Supervisor:
             await asyncio.sleep(pause)
 
     async def _run_once(self, program: Program) -> int:
-        # A process group of its own, so that Ctrl-C in a terminal reaches the launcher alone, which then stops the
-        # programs in order.
-        process = await asyncio.create_subprocess_exec(
-            *program.argv,
-            env={**program.environ, PARENT_VARIABLE: str(os.getpid())},
-            stdin=asyncio.subprocess.DEVNULL,
-            process_group=0,
-        )
+        process = ChildProcess(program.argv, {**program.environ, PARENT_VARIABLE: str(os.getpid())})
         self._running[program.name] = process
         self._log.debug(f"started {program.name}", pid=process.pid)
         code = await process.wait()
@@ -167,8 +163,7 @@ class Supervisor:
         if self._at_once is not None:
             await self._reap(process)
             return EXIT_FAILURE
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        process.terminate()
         try:
             code = await asyncio.wait_for(process.wait(), program.grace_s)
         except TimeoutError:
@@ -182,11 +177,15 @@ class Supervisor:
         self._log.warning(f"{program.name} {describe_exit(code)} while stopping")
         return code if code > 0 else EXIT_FAILURE
 
-    async def _reap(self, process: asyncio.subprocess.Process) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+    async def _reap(self, process: ChildProcess) -> None:
+        process.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), KILL_WAIT_S)
+
+    def _fail(self, code: int, words: str) -> None:
+        self._log.error(words)
+        self.failure = self.failure or words
+        self._finish(code)
 
     def _finish(self, code: int) -> None:
         if self._ended is not None and not self._ended.done():

@@ -31,6 +31,8 @@ EXIT_CONFIG = 78
 
 PARENT_VARIABLE = "HEADRACE_PARENT_PID"
 HEARTBEAT_VARIABLE = "HEADRACE_HEARTBEAT_FILE"
+FAILURE_VARIABLE = "HEADRACE_FAILURE_FILE"
+"""Names a file that gets the words of a ``StartupError``, for a launcher that shows them elsewhere than in the log."""
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 1.0
@@ -52,6 +54,7 @@ def run_service(service: str, main: Callable[[Settings], int | None], descriptio
         code = main(settings)
     except StartupError as error:
         log.error(str(error))
+        _note_failure(str(error))
         code = EXIT_CONFIG
     except Exception:
         log.exception("ended by an error")
@@ -120,6 +123,13 @@ class Heartbeat:
             self._next = now + self._every_s
             with contextlib.suppress(OSError):
                 pathlib.Path(self._path).touch()
+
+
+def _note_failure(words: str) -> None:
+    path = os.environ.get(FAILURE_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError):
+            pathlib.Path(path).write_text(words, encoding="utf-8")
 
 
 def _leave(signum: int, _frame: object) -> NoReturn:

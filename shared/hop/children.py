@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from shared.hop.request import Request
+from shared.messages import Abort
 
 EARLIER_LIVES = 16
 
@@ -15,7 +16,7 @@ EARLIER_LIVES = 16
 class ChildLink:
     """One child as its parent sees it. ``name`` is its endpoint."""
 
-    __slots__ = ("acks", "blocked_until", "boot", "demands", "earlier", "handles", "missed", "name", "usable")
+    __slots__ = ("aborts", "acks", "blocked_until", "boot", "demands", "earlier", "handles", "missed", "name", "usable")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,6 +28,8 @@ class ChildLink:
         """It said that it can take requests (or has said nothing)."""
         self.handles: dict[int, Request] = {}
         """Live handles of the requests placed there."""
+        self.aborts: list[Abort] = []
+        """Not sent yet."""
         self.acks = array("i")
         """(handle, choice, have) of acknowledgements that do not wait for the beat."""
         self.demands: dict[Request, None] = {}
@@ -34,6 +37,11 @@ class ChildLink:
         self.blocked_until = 0.0
         self.missed = 0
         """Beats in a row that could not be sent to it."""
+
+    @property
+    def owed(self) -> bool:
+        """Whether there is something to tell it that does not wait for the beat."""
+        return bool(self.aborts or self.acks or self.demands)
 
 
 class ChildSet:

@@ -172,7 +172,7 @@ class Parent:
         for request in list(self._unplaced):
             self._submit(request, self._order(request))
         for child in self.children:
-            if (child.acks or child.demands) and child.blocked_until <= now and not self._flush_child(child):
+            if child.owed and child.blocked_until <= now and not self._flush_child(child):
                 child.blocked_until = now + self._timers.retry_s
 
     def tick(self) -> None:
@@ -247,7 +247,8 @@ class Parent:
     def _abort(self, request: Request) -> None:
         lower = lower_of(request)
         if lower.child is not None and request not in self._unplaced:
-            self._send(lower.child.name, Abort(request.rid, lower.attempt))
+            lower.child.aborts.append(Abort(request.rid, lower.attempt))
+            self._send_aborts(lower.child)
 
     @staticmethod
     def _raised(request: Request) -> Attempt:
@@ -287,6 +288,7 @@ class Parent:
         if before is None:
             return
         child.earlier.append(before)
+        child.aborts.clear()
         crashed = Source(child.name, before)
         for request in list(self.requests.values()):
             lower = lower_of(request)
@@ -405,7 +407,19 @@ class Parent:
         for request in [request for request in child.handles.values() if _is_renewed(request)]:
             self._place(request, self._raised(request), move=True)
 
+    def _send_aborts(self, child: ChildLink) -> bool:
+        """Without them a child would work on until the lease of what nobody wants ends."""
+        sent = 0
+        for abort in child.aborts:
+            if not self._send(child.name, abort):
+                break
+            sent += 1
+        del child.aborts[:sent]
+        return not child.aborts
+
     def _flush_child(self, child: ChildLink) -> bool:
+        if not self._send_aborts(child):
+            return False
         if child.acks:
             if not self._send(child.name, AckRows(np.array(child.acks, np.int32).reshape(-1, 3))):
                 return False

@@ -33,6 +33,11 @@ def test_processes_show_their_names_and_stop_from_the_front() -> None:
         assert program.argv[:4] == (sys.executable, "-P", "-m", program.name)
 
 
+def test_some_of_the_services() -> None:
+    found = programs(Settings(tokenizers=2), DEMO, lambda name: f"ipc:///run/{name}.sock", (TOKENIZER, ENGINE))
+    assert [program.name.partition("/")[0] for program in found] == [TOKENIZER, TOKENIZER, ENGINE]
+
+
 def test_links_join_up() -> None:
     gateway, first, second, engine, worker = made(Settings(tokenizers=2))
     assert first.name.partition("/")[0] == second.name.partition("/")[0] == TOKENIZER

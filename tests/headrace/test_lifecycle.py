@@ -20,6 +20,7 @@ from shared.lifecycle import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_USAGE,
+    FAILURE_VARIABLE,
     HEARTBEAT_VARIABLE,
     PARENT_VARIABLE,
     Heartbeat,
@@ -116,6 +117,13 @@ def test_exit_code_and_words(kind: str, flags: list[str], code: int, words: str)
     assert process.returncode == code
     assert words in errors
     assert ("Traceback" in errors) == (kind == "crash")
+
+
+def test_words_of_a_start_that_fails_are_left_in_a_file(tmp_path: pathlib.Path) -> None:
+    words = tmp_path / "words"
+    with start("refuse", **{FAILURE_VARIABLE: str(words)}) as process:
+        process.communicate(timeout=20)
+    assert words.read_text() == "no such model: give another"
 
 
 def test_child_of_another_parent_ends() -> None:

@@ -8,10 +8,12 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 
 from headrace.supervisor import Program, Supervisor, describe_exit
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_GAVE_UP, EXIT_OK
@@ -119,8 +121,29 @@ def test_configuration_error_is_final(log: pathlib.Path) -> None:
 
 
 def test_program_that_does_not_exist_ends_the_run(log: pathlib.Path) -> None:
-    missing = Program("missing", (str(log / "nothing"),), {})
-    assert asyncio.run(Supervisor([missing]).run()) == EXIT_FAILURE
+    supervisor = Supervisor([Program("missing", (str(log / "nothing"),), {})])
+    assert asyncio.run(supervisor.run()) == EXIT_FAILURE
+    assert supervisor.failure is not None
+    assert "missing cannot be started" in supervisor.failure
+
+
+def test_runs_in_any_thread_and_on_any_event_loop(log: pathlib.Path) -> None:
+    async def scenario() -> int:
+        supervisor = Supervisor([program("a", log)])
+        async with running(supervisor) as task:
+            await until(lambda: len(lines(log)) == 1)
+            supervisor.stop()
+            return await task
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            codes.append(runner.run(scenario()))
+
+    codes: list[int] = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert codes == [EXIT_OK]
 
 
 def test_deaf_program_is_killed_at_its_time_limit(log: pathlib.Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pathlib
 import signal
@@ -157,18 +158,21 @@ def test_script_of_vllm_runs_with_its_import_changed(tmp_path: pathlib.Path, mod
     assert [entry.name for entry in tmp_path.iterdir()] == ["script.py"]
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, -2), (signal.SIGKILL, -9)])
-def test_no_process_outlives_its_caller(
-    tmp_path: pathlib.Path, model: pathlib.Path, signum: signal.Signals, code: int
-) -> None:
-    with start_script(tmp_path, STAYING, model) as script:
-        assert script.stdout is not None
-        assert script.stderr is not None
-        caller, *pids = map(int, script.stdout.readline().split())
-        assert len(pids) == 3
-        time.sleep(0.3)
-        os.kill(caller, signum)
-        assert script.wait(30) == code
-        wait_until(lambda: not any(map(alive, pids)))
-        if signum == signal.SIGINT:
-            assert "KeyboardInterrupt" in script.stderr.read()
+def test_no_process_outlives_its_caller(tmp_path: pathlib.Path, model: pathlib.Path) -> None:
+    codes = {signal.SIGINT: -2, signal.SIGKILL: -9}
+    with contextlib.ExitStack() as stack:
+        scripts = {}
+        for signum in codes:
+            folder = tmp_path / signum.name
+            folder.mkdir()
+            scripts[signum] = stack.enter_context(start_script(folder, STAYING, model))
+        for signum, script in scripts.items():
+            assert script.stdout is not None
+            assert script.stderr is not None
+            caller, *pids = map(int, script.stdout.readline().split())
+            assert len(pids) == 3
+            time.sleep(0.3)
+            os.kill(caller, signum)
+            assert script.wait(30) == codes[signum]
+            wait_until(lambda pids=pids: not any(map(alive, pids)))  # type: ignore[misc]
+            assert ("KeyboardInterrupt" in script.stderr.read()) == (signum == signal.SIGINT)

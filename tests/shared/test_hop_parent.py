@@ -504,3 +504,16 @@ def test_the_unique_part_is_random_by_default():
         parent.open("r", TextSpec(SamplingParams(), text="x"))
     one, other = owner.take(Submit)
     assert one.attempt.uid != other.attempt.uid
+
+
+def test_an_abort_that_cannot_go_out_goes_later(owner):
+    one, two = owner.open("one"), owner.open("two")
+    owner.take()
+    owner.full.add("T")
+    owner.parent.close(one)
+    owner.parent.close(two)
+    assert owner.take(Abort) == []
+    owner.full.clear()
+    owner.now += 1
+    assert [abort.rid for abort in owner.take(Abort)] == ["one", "two"]
+    assert owner.take(Abort) == []
