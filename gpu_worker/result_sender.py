@@ -88,11 +88,19 @@ class ResultSender:
             return item
         epoch, launched = item
         try:
-            tokens, seconds = launched.wait()
+            output = launched.wait()
         except Exception as error:
             log.exception("a step failed on the device", step=launched.number)
             return WorkerFailed(epoch, launched.number, f"{type(error).__name__}: {error}")
-        return StepResult(epoch, launched.number, tokens, NO_COUNTS, compute_s=seconds)
+        return StepResult(
+            epoch,
+            launched.number,
+            output.tokens,
+            NO_COUNTS,
+            logprobs=output.logprobs,
+            compute_s=output.seconds,
+            prompt_logprobs=output.prompt_logprobs,
+        )
 
     def _flush(self, link: Connector) -> None:
         while self._unsent:

@@ -17,6 +17,8 @@ from gpu_worker.layers.rotary import make_rotary
 from gpu_worker.models.base import CausalLM
 from gpu_worker.request_state import RequestState
 from gpu_worker.sampling.base import SampleRows
+from gpu_worker.sampling.logprobs import SampledLogprobs, SampleLogprobs
+from gpu_worker.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step_checks import check_step
 from shared.messages import Step
@@ -26,18 +28,33 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed, on the host; as in ``StepResult``."""
+
+    tokens: npt.NDArray[np.int32]
+    logprobs: list[tuple[int, bytes]]
+    prompt_logprobs: list[tuple[int, list[bytes]]]
+    seconds: float
+    """Since the launch."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
     """A step that runs, or has run, on the device."""
 
     number: int
     tokens: torch.Tensor
     """[sample rows] int64 on the device."""
+    logprobs: SampledLogprobs | None
+    prompt_logprobs: ScoredPrompts | None
     started: float
 
-    def wait(self) -> tuple[npt.NDArray[np.int32], float]:
-        """The sampled ids on the host, and the seconds since the launch. Called by the result thread."""
+    def wait(self) -> StepOutput:
+        """Wait for the device. Called by the result thread."""
         tokens = self.tokens.to("cpu", torch.int32).numpy()
-        return tokens, time.perf_counter() - self.started
+        logprobs = self.logprobs.pack() if self.logprobs else []
+        prompt_logprobs = self.prompt_logprobs.pack() if self.prompt_logprobs else []
+        return StepOutput(tokens, logprobs, prompt_logprobs, time.perf_counter() - self.started)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +104,8 @@ class ModelRunner:
         self.state = RequestState(self.num_slots, self.max_model_len, self.device)
         self.tables = BlockTables(self.num_slots, self.max_model_len, self.block_size, self.device)
         self.sampler = Sampler(self.num_slots, self.config.vocab_size, self.num_tokens, self.device)
+        self.logprobs = SampleLogprobs(self.num_slots)
+        self.prompt_logprobs = PromptLogprobs(self.num_slots)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -99,12 +118,16 @@ class ModelRunner:
         check_step(step, self.state, self.tables, self.cache.num_blocks, self.config.vocab_size)
         self._update(step)
         inputs = self._gather(step)
-        tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        tokens, logprobs, prompts = torch.empty(0, dtype=torch.int64, device=self.device), None, None
         if len(inputs.last):
             hidden = self._forward(inputs)
+            state = self.state
+            prompts = self.prompt_logprobs.score(
+                step.prefill, state.host_prompt, state.token_ids.view(self.num_slots, -1), hidden, self.model.logits
+            )
             if len(step.sample):
-                tokens = self._sample(step, inputs, hidden)
-        return Launched(step.number, tokens, started)
+                tokens, logprobs = self._sample(step, inputs, hidden)
+        return Launched(step.number, tokens, logprobs, prompts, started)
 
     def _update(self, step: Step) -> None:
         """Slots given up, slots taken, blocks appended, blocks copied: in this order."""
@@ -113,7 +136,8 @@ class ModelRunner:
         self.tables.clear(released)
         self.state.add(step.new, step.new_tokens)
         for request in step.new:
-            self.sampler.add(request)
+            for component in (self.sampler, self.logprobs, self.prompt_logprobs):
+                component.add(request)
         self.tables.append(step.blocks[:, 0].astype(np.int64), step.blocks[:, 1].astype(np.int64))
         if len(step.copies):
             self.cache.copy(self.state.staged(step.copies.astype(np.int64)))
@@ -142,7 +166,7 @@ class ModelRunner:
         attention = self.backend.prepare(inputs.spans, self.tables.tensor, positions, slot_mapping)
         return self.model.forward(token_ids, ForwardContext(self.cache.tensor, attention, cos, sin))
 
-    def _sample(self, step: Step, inputs: Inputs, hidden: torch.Tensor) -> torch.Tensor:
+    def _sample(self, step: Step, inputs: Inputs, hidden: torch.Tensor) -> tuple[torch.Tensor, SampledLogprobs | None]:
         host_slots = step.sample[:, 1].astype(np.int64)
         slots = self.state.staged(host_slots)
         rows = self.state.staged(inputs.last[step.sample[:, 0]])
@@ -155,6 +179,8 @@ class ModelRunner:
             num_tokens=num_tokens,
             token_ids=self.state.token_ids.view(self.num_slots, self.max_model_len),
         )
+        distributions = self.logprobs.before(logits, sample_rows)
         tokens = self.sampler.sample(logits, sample_rows)
+        logprobs = self.logprobs.after(distributions, tokens, sample_rows)
         self.state.append(slots, host_slots, tokens)
-        return tokens
+        return tokens, logprobs

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.block_tables import BlockTables
 from gpu_worker.request_state import RequestState
 from shared.messages import Int32, Step
+from shared.sampling import SamplingParams
 
 
 class StepError(Exception):
@@ -64,15 +67,26 @@ def _check_new(
         if any(not 0 <= token < vocab_size for token in ends):
             raise StepError(f"{where}: a stop or end id is not in 0..{vocab_size - 1}")
         params = request.params
-        named = (*(token for token, _ in params.logit_bias), *(params.allowed_token_ids or ()))
-        if named and not 0 <= min(named) <= max(named) < vocab_size:
-            raise StepError(f"{where}: an id in logit_bias or allowed_token_ids is not in 0..{vocab_size - 1}")
+        _check_named_ids(where, params, vocab_size)
         active[request.slot] = True
         lengths[request.slot] = request.num_tokens
         total += request.num_tokens
     if total != len(step.new_tokens):
         raise StepError(f"the new requests have {total} tokens, but {len(step.new_tokens)} ids came")
     _check_range("token id", step.new_tokens, 0, vocab_size)
+
+
+def _check_named_ids(where: str, params: SamplingParams, vocab_size: int) -> None:
+    named = {
+        "logit_bias": [token for token, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words_token_ids": list(itertools.chain.from_iterable(params.bad_words_token_ids)),
+    }
+    for field, ids in named.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise StepError(f"{where}: an id in {field} is not in 0..{vocab_size - 1}")
+    if not all(params.bad_words_token_ids):
+        raise StepError(f"{where}: bad_words_token_ids holds an empty list")
 
 
 def _check_room(step: Step, tables: BlockTables) -> None:

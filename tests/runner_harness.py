@@ -11,10 +11,10 @@ import torch
 
 from gpu_worker.build import build_runner
 from gpu_worker.loading.open_weights import open_weights
-from gpu_worker.runner import ModelRunner
+from gpu_worker.runner import ModelRunner, StepOutput
 from shared.messages import Epoch, SlotInit, Step, WorkerConfig
 from shared.model_config import load_model_config
-from shared.model_source import ModelSource
+from shared.model_source import local_source
 from shared.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -41,8 +41,8 @@ def worker_config(model: Path, **changes: Any) -> WorkerConfig:
 
 
 def make_runner(model: Path, **changes: Any) -> ModelRunner:
-    """A runner on the CPU for a folder or a .gguf file."""
-    source = ModelSource(model, "gguf" if model.suffix == ".gguf" else "folder", str(model))
+    """A runner on the CPU for a folder, a .gguf or a .json file."""
+    source = local_source(model, str(model))
     config, shape = worker_config(model, **changes), load_model_config(source)
     return build_runner(config, shape, open_weights(source, shape, config.load_format, config.seed), "cpu")
 
@@ -97,6 +97,8 @@ class Harness:
         self.tables: dict[int, list[int]] = {}
         self.logits: torch.Tensor | None = None
         """Of the last step's sample rows."""
+        self.output: StepOutput | None = None
+        """Of the last step."""
         project = runner.model.logits
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
@@ -109,8 +111,8 @@ class Harness:
     def step(self, **parts: Any) -> list[int]:
         """Launch a step; the sampled ids."""
         self.number += 1
-        tokens, _ = self.runner.launch(make_step(self.number, **parts)).wait()
-        return [int(token) for token in tokens]
+        self.output = self.runner.launch(make_step(self.number, **parts)).wait()
+        return [int(token) for token in self.output.tokens]
 
     def blocks_for(self, slot: int, length: int) -> list[tuple[int, int]]:
         """New blocks until ``slot`` has room for ``length`` tokens."""

@@ -22,8 +22,9 @@ class FrequencyPenalty:
         if found is None:
             return
         chosen, row, ids, penalty = found
-        # Counts are whole numbers, exact in any order of the additions; penalties added one by one would round.
-        counts = logits.new_zeros(len(chosen), logits.shape[1])
-        counts.index_put_((row, ids), logits.new_ones(()), accumulate=True)
         places = torch.from_numpy(chosen).to(logits.device)[row], ids
-        logits[places] = logits[places] - penalty * counts[row, ids]
+        before = logits[places]
+        # Counted in the logits' own places, as whole numbers, which are exact in any order of the additions.
+        logits[places] = 0.0
+        logits.index_put_(places, logits.new_ones(()), accumulate=True)
+        logits[places] = before - penalty * logits[places]

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from gpu_worker.sampling.base import SampleRows
-from gpu_worker.sampling.slot_ids import SlotIds
+from gpu_worker.sampling.base import Int64, SampleRows
+from gpu_worker.sampling.slot_lists import SlotLists, stage_ids
 from shared.messages import SlotInit
+
+Pairs = tuple[Int64, npt.NDArray[np.float32]]
 
 
 class LogitBias:
     def __init__(self, device: torch.device) -> None:
-        self.ids = SlotIds(device)
-        self.biases: dict[int, torch.Tensor] = {}
+        self.device = device
+        self.pairs: SlotLists[Pairs, tuple[torch.Tensor, ...]] = SlotLists(self._stage)
 
     def add(self, request: SlotInit) -> None:
-        slot, pairs = request.slot, request.params.logit_bias
-        self.ids.put(slot, [token for token, _ in pairs])
-        self.biases.pop(slot, None)
-        if pairs:
-            self.biases[slot] = torch.tensor([bias for _, bias in pairs], device=self.ids.device)
+        pairs = request.params.logit_bias
+        ids = np.array([token for token, _ in pairs], np.int64)
+        self.pairs.put(request.slot, (ids, np.array([bias for _, bias in pairs], np.float32)) if pairs else None)
 
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        chosen = self.ids.rows_with_ids(rows)
-        if not chosen:
+        staged = self.pairs.of(rows.slots)
+        if staged is None:
             return
-        row, ids = self.ids.of(rows, chosen)
-        biases = torch.cat([self.biases[int(rows.slots[index])] for index in chosen])
+        row, ids, biases = staged
         logits[row, ids] = logits[row, ids] + biases
+
+    def _stage(self, rows: Int64, slots: Int64, parts: list[Pairs]) -> tuple[torch.Tensor, ...]:
+        """[entries] rows, token ids and biases."""
+        _, row, ids = stage_ids(self.device)(rows, slots, [ids for ids, _ in parts])
+        return row, ids, torch.from_numpy(np.concatenate([biases for _, biases in parts])).to(self.device)

@@ -1,8 +1,9 @@
-"""min-p (Nguyen et al., 2024): tokens less probable than ``min_p`` times the most probable one are masked."""
+"""min-p (Nguyen et al., 2024): ``-inf`` for tokens less probable than ``min_p`` times the most probable one."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.sampling.base import SampleRows
@@ -17,9 +18,13 @@ class MinP:
         min_p = request.params.min_p
         self.log_min_p[request.slot] = np.log(min_p) if min_p > 0 else -np.inf
 
+    def limits(self, rows: SampleRows) -> npt.NDArray[np.bool_]:
+        """[rows] which rows it may change."""
+        return self.log_min_p[rows.slots] > -np.inf
+
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        log_min_p = self.log_min_p[rows.slots]
-        if np.isneginf(log_min_p).all():
+        if not self.limits(rows).any():
             return
-        threshold = logits.amax(-1, keepdim=True) + torch.from_numpy(log_min_p).to(logits.device)[:, None]
+        log_min_p = torch.from_numpy(self.log_min_p[rows.slots]).to(logits.device)[:, None]
+        threshold = logits.amax(-1, keepdim=True) + log_min_p
         logits.masked_fill_(logits < threshold, -torch.inf)

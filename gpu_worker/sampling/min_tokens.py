@@ -1,6 +1,7 @@
-"""``min_tokens``: ids that would end the text are masked until that many tokens are generated.
+"""``min_tokens``: ``-inf`` for ids that would end the text, until that many tokens are generated.
 
-Not where ``allowed_token_ids`` allows nothing but such ids: a row keeps at least one token.
+Formula: ``transformers.MinNewTokensLengthLogitsProcessor``, over the end ids and the request's stop ids (vLLM's
+``MinTokensLogitsProcessor``). Not where nothing else is left, as with allowed ids that all end the text.
 """
 
 from __future__ import annotations
@@ -9,26 +10,25 @@ import numpy as np
 import torch
 
 from gpu_worker.sampling.base import Int64, SampleRows
+from gpu_worker.sampling.masking import mask_ids
+from gpu_worker.sampling.slot_lists import RowIds, SlotLists, ids_or_none, stage_ids
 from shared.messages import SlotInit
 
 
 class MinTokens:
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
         self.min_tokens: Int64 = np.zeros(num_slots, np.int64)
-        self.ends: dict[int, torch.Tensor] = {}
+        self.ends: SlotLists[Int64, RowIds] = SlotLists(stage_ids(device))
         """The ids that end a slot's text."""
 
     def add(self, request: SlotInit) -> None:
         params = request.params
         self.min_tokens[request.slot] = params.min_tokens
-        self.ends.pop(request.slot, None)
-        if params.min_tokens:
-            ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))
-            allowed = params.allowed_token_ids
-            if allowed is not None and ids.issuperset(allowed):
-                self.min_tokens[request.slot] = 0
-            self.ends[request.slot] = torch.tensor(sorted(ids), dtype=torch.int64)
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(request.eos_ids))
+        self.ends.put(request.slot, ids_or_none(sorted(ends)) if params.min_tokens else None)
 
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        for row in np.flatnonzero(rows.num_outputs < self.min_tokens[rows.slots]):
-            logits[int(row), self.ends[int(rows.slots[row])].to(logits.device)] = -torch.inf
+        too_short = rows.num_outputs < self.min_tokens[rows.slots]
+        staged = self.ends.of(rows.slots, too_short) if too_short.any() else None
+        if staged is not None:
+            mask_ids(logits, staged.row, staged.ids)

@@ -31,7 +31,18 @@ def gumbel(
         choices: [rows] int64.
         positions: [rows] int64, of the token that is drawn.
     """
-    uniform = _bits(row_keys(seeds, choices, positions, purpose), size).bitwise_and_(0x7FFFFFFF).float()
+    ids = torch.arange(size, dtype=torch.int32, device=seeds.device)
+    return gumbel_of(row_keys(seeds, choices, positions, purpose), ids)
+
+
+def gumbel_of(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The same numbers for some token ids.
+
+    Args:
+        keys: [rows] int64 of ``row_keys``.
+        ids: [size] or [rows, size] int32.
+    """
+    uniform = _bits(keys, ids).bitwise_and_(0x7FFFFFFF).float()
     # log1p keeps the small values exact, which make the large noise.
     exponential = uniform.add_(0.5).mul_(-(2.0**-31)).log1p_().neg_()
     return exponential.log_().neg_()
@@ -39,17 +50,23 @@ def gumbel(
 
 def row_keys(seeds: torch.Tensor, choices: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
     """[rows] int64 keys."""
-    key = _mix64(seeds + _signed(_GOLDEN, 64))
-    for counter in (choices, positions):
-        key = _mix64((key ^ counter) + _signed(_GOLDEN, 64))
-    return _mix64(key ^ int(purpose))
+    return keys_at(request_keys(seeds, choices), positions, purpose)
 
 
-def _bits(keys: torch.Tensor, size: int) -> torch.Tensor:
+def request_keys(seeds: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """[rows] int64: what of a row's key is the same at all positions."""
+    return _mix64((_mix64(seeds + _signed(_GOLDEN, 64)) ^ choices) + _signed(_GOLDEN, 64))
+
+
+def keys_at(requests: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+    """[rows] int64: ``row_keys`` from ``request_keys``."""
+    return _mix64(_mix64((requests ^ positions) + _signed(_GOLDEN, 64)) ^ int(purpose))
+
+
+def _bits(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """[rows, size] int32, evenly distributed."""
     low, high = keys.to(torch.int32)[:, None], (keys >> 32).to(torch.int32)[:, None]
-    ids = torch.arange(size, dtype=torch.int32, device=keys.device) * _signed(_ID_STEP, 32)
-    bits = _mix32_(ids + low)
+    bits = _mix32_(ids * _signed(_ID_STEP, 32) + low)
     return _mix32_(bits.bitwise_xor_(high))
 
 

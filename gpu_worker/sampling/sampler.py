@@ -9,14 +9,16 @@ import torch
 
 from gpu_worker.sampling.allowed_token_ids import AllowedTokenIds
 from gpu_worker.sampling.argmax import argmax
+from gpu_worker.sampling.bad_words import BadWords
 from gpu_worker.sampling.base import Component, Int64, SampleRows
 from gpu_worker.sampling.frequency_penalty import FrequencyPenalty
 from gpu_worker.sampling.logit_bias import LogitBias
 from gpu_worker.sampling.min_p import MinP
 from gpu_worker.sampling.min_tokens import MinTokens
-from gpu_worker.sampling.noise import gumbel
+from gpu_worker.sampling.noise import Purpose, gumbel_of, keys_at, request_keys
 from gpu_worker.sampling.presence_penalty import PresencePenalty
 from gpu_worker.sampling.repetition_penalty import RepetitionPenalty
+from gpu_worker.sampling.shortlist import Shortlister
 from gpu_worker.sampling.temperature import Temperature
 from gpu_worker.sampling.top_k import TopK
 from gpu_worker.sampling.top_p import TopP
@@ -54,28 +56,27 @@ class Sampler:
         self.constraints: list[Component] = [
             PaddedVocabulary(num_tokens),
             AllowedTokenIds(device),
+            BadWords(device),
+            MinTokens(num_slots, device),
             LogitBias(device),
-            MinTokens(num_slots),
             RepetitionPenalty(num_slots),
             FrequencyPenalty(num_slots),
             PresencePenalty(num_slots),
         ]
-        self.shapers: list[Component] = [
-            Temperature(num_slots),
-            MinP(num_slots),
-            TopK(num_slots, vocab_size),
-            TopP(num_slots),
-        ]
+        self.temperature, self.min_p = Temperature(num_slots), MinP(num_slots)
+        self.top_k, self.top_p = TopK(num_slots, vocab_size), TopP(num_slots)
+        self.shapers: list[Component] = [self.temperature, self.min_p, self.top_k, self.top_p]
+        self.shortlister = Shortlister(self.temperature, self.min_p, self.top_k, self.top_p)
         self.greedy = np.ones(num_slots, np.bool_)
-        self.seeds: Int64 = np.zeros(num_slots, np.int64)
-        self.choices: Int64 = np.zeros(num_slots, np.int64)
+        self.keys: Int64 = np.zeros(num_slots, np.int64)
+        """What the noise of each slot is made from."""
 
     def add(self, request: SlotInit) -> None:
         """A request takes its slot."""
         params = request.params
         self.greedy[request.slot] = self._is_greedy(params)
-        self.seeds[request.slot] = zlib.crc32(request.rid.encode()) if params.seed is None else params.seed
-        self.choices[request.slot] = request.choice
+        seed = zlib.crc32(request.rid.encode()) if params.seed is None else params.seed
+        self.keys[request.slot] = int(request_keys(torch.tensor([seed]), torch.tensor([request.choice])))
         for component in (*self.constraints, *self.shapers):
             component.add(request)
 
@@ -94,12 +95,31 @@ class Sampler:
         return tokens
 
     def _draw(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+        settled = self.shortlister.settle(logits, rows) if logits.device.type == "cpu" else []
+        if not settled:
+            return self._draw_from_all(logits, rows)
+        tokens, left = rows.positions.new_empty(len(rows.slots)), np.ones(len(rows.slots), np.bool_)
+        for short in settled:
+            noise = gumbel_of(self._keys(rows.select(short.rows)), short.ids.int())
+            best = short.logits.add_(noise).argmax(-1, keepdim=True)
+            tokens[torch.from_numpy(short.rows)] = short.ids.gather(1, best)[:, 0]
+            left[short.rows] = False
+        if left.any():
+            others = np.flatnonzero(left)
+            chosen = torch.from_numpy(others)
+            tokens[chosen] = self._draw_from_all(logits[chosen], rows.select(others))
+        return tokens
+
+    def _draw_from_all(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
         for shaper in self.shapers:
             shaper.apply(logits, rows)
-        device = logits.device
-        seeds = torch.from_numpy(self.seeds[rows.slots]).to(device)
-        choices = torch.from_numpy(self.choices[rows.slots]).to(device)
-        return argmax(logits.add_(gumbel(seeds, choices, rows.positions, logits.shape[1])))
+        ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+        return argmax(logits.add_(gumbel_of(self._keys(rows), ids)))
+
+    def _keys(self, rows: SampleRows) -> torch.Tensor:
+        """[rows] int64: what the noise of each row is made from."""
+        requests = torch.from_numpy(self.keys[rows.slots]).to(rows.positions.device)
+        return keys_at(requests, rows.positions, Purpose.SAMPLE)
 
     def _is_greedy(self, params: SamplingParams) -> bool:
         """Also where only the most probable token can stay: its probability is at least 1 / vocab_size."""

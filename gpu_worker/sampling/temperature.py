@@ -1,4 +1,4 @@
-"""Temperature: logits are divided by it."""
+"""Temperature (Ackley et al., 1985): ``logit / temperature`` (``transformers.TemperatureLogitsWarper``)."""
 
 from __future__ import annotations
 

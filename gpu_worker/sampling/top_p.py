@@ -1,15 +1,16 @@
-"""top-p (Holtzman et al., 2019): the smallest set of most probable tokens whose probabilities reach p stays."""
+"""top-p (Holtzman et al., 2019): ``-inf`` for tokens outside the nucleus, the smallest set of most probable tokens
+whose probabilities reach p; those equal to the last of them stay too.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gpu_worker.sampling.base import SampleRows
+from gpu_worker.sampling.threshold import least_kept
 from shared.messages import SlotInit
-
-FIRST_LOOK = 1024
-"""Most probable tokens that are looked at before a whole row is sorted, which costs thirty times as much."""
 
 
 class TopP:
@@ -19,27 +20,33 @@ class TopP:
     def add(self, request: SlotInit) -> None:
         self.top_p[request.slot] = request.params.top_p
 
+    def limits(self, rows: SampleRows) -> npt.NDArray[np.bool_]:
+        """[rows] which rows it may change."""
+        return self.top_p[rows.slots] < 1.0
+
     def apply(self, logits: torch.Tensor, rows: SampleRows) -> None:
-        top_p = self.top_p[rows.slots]
-        limited = np.flatnonzero(top_p < 1.0)
+        limited = np.flatnonzero(self.limits(rows))
         if not len(limited):
             return
         chosen = torch.from_numpy(limited).to(logits.device)
         some = logits[chosen]
-        threshold = _thresholds(some, torch.from_numpy(top_p[limited]).to(logits.device)[:, None])
+        top_p = torch.from_numpy(self.top_p[rows.slots[limited]]).to(logits.device)[:, None]
+        threshold = least_kept(some, some.softmax(-1), top_p)
         logits[chosen] = some.masked_fill_(some < threshold, -torch.inf)
 
+    def apply_sorted(self, values: torch.Tensor, rows: SampleRows, total: torch.Tensor) -> None:
+        """The same for the first logits of each row.
 
-def _thresholds(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the least logit that stays. A token stays while those before it add up to less than p."""
-    vocab_size = logits.shape[1]
-    log_probabilities = logits.log_softmax(-1)
-    normaliser = (logits - log_probabilities).nan_to_num_(-torch.inf).amax(-1, keepdim=True)
-    for size in (min(FIRST_LOOK, vocab_size), vocab_size):
-        values = logits.topk(size, -1).values if size < vocab_size else logits.sort(-1, descending=True).values
-        probabilities = (values - normaliser).exp_()
+        Args:
+            values: [rows, size] in descending order.
+            total: [rows, 1] log of the sum of exp over the whole row.
+        """
+        limited = self.limits(rows)
+        if not limited.any():
+            return
+        # A token stays while those before it add up to less than p.
+        top_p = torch.from_numpy(np.where(limited, self.top_p[rows.slots], np.inf)).to(values.device)[:, None]
+        probabilities = (values - total).exp_()
         kept = probabilities.cumsum(-1) - probabilities < top_p
-        if size == vocab_size or not bool(kept[:, -1].any()):
-            break
-    last = kept.sum(-1, keepdim=True).sub_(1).clamp_min_(0)
-    return values.gather(1, last)
+        last = kept.sum(-1, keepdim=True).sub_(1).clamp_min_(0)
+        values.masked_fill_(values < values.gather(1, last), -torch.inf)

@@ -303,7 +303,7 @@ class TestInSteps:
         output = harness.start({0: self.PROMPT}, PENALISED, room=self.COUNT)
         steps = [make_step(number, decode=[0], sample=[(0, 0)]) for number in range(2, self.COUNT + 1)]
         launched = [harness.runner.launch(step) for step in steps]
-        self.check(seen[0], output + [int(step.wait()[0][0]) for step in launched])
+        self.check(seen[0], output + [int(step.wait().tokens[0]) for step in launched])
 
     def test_neighbours_come_and_go(self, harness: Harness, seen: Any) -> None:
         output = harness.start({0: self.PROMPT}, PENALISED)

@@ -102,11 +102,19 @@ BAD_STEPS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "biased id": (
         {"new": [slot_init(1, PROMPT, SamplingParams(logit_bias=[(VOCABULARY, 1.0)]))], **NEW},
-        f"an id in logit_bias or allowed_token_ids is not in 0..{VOCABULARY - 1}",
+        f"an id in logit_bias is not in 0..{VOCABULARY - 1}",
     ),
     "allowed id": (
         {"new": [slot_init(1, PROMPT, SamplingParams(allowed_token_ids=[0, -1]))], **NEW},
-        "an id in logit_bias or allowed_token_ids is not in",
+        "an id in allowed_token_ids is not in",
+    ),
+    "banned id": (
+        {"new": [slot_init(1, PROMPT, SamplingParams(bad_words_token_ids=[[3], [4, VOCABULARY]]))], **NEW},
+        "an id in bad_words_token_ids is not in",
+    ),
+    "empty bad word": (
+        {"new": [slot_init(1, PROMPT, SamplingParams(bad_words_token_ids=[[3], []]))], **NEW},
+        "bad_words_token_ids holds an empty list",
     ),
 }
 
