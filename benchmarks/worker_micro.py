@@ -89,8 +89,8 @@ class Bench:
         import torch
 
         model, config, dtype = self.runner.model, self.config, self.runner.cache.tensor.dtype
-        hidden = torch.randn(rows, config.hidden_size)
-        narrow, wide = hidden.to(dtype), torch.randn(rows, config.intermediate_size).to(dtype)
+        narrow = torch.randn(rows, config.hidden_size).to(dtype)
+        wide = torch.randn(rows, config.intermediate_size).to(dtype)
         heads = torch.randn(rows, config.num_heads * config.head_dim).to(dtype)
 
         def run() -> None:
@@ -99,7 +99,7 @@ class Bench:
                 layer.attention.output(heads)
                 layer.mlp.gate_up(narrow)
                 layer.mlp.down(wide)
-            model.logits(hidden[:sampled])
+            model.logits(narrow[:sampled])
 
         with torch.inference_mode():
             return fastest(run, 8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gpu_worker.attention.base import AttentionBackend, AttentionShape
@@ -12,11 +14,12 @@ from gpu_worker.loading.load_model import load_model
 from gpu_worker.loading.weights import Weights
 from gpu_worker.models.base import CausalLM
 from gpu_worker.runner import ModelRunner
+from gpu_worker.step_output import Runner
 from shared.messages import WorkerConfig
 from shared.model_config import ModelConfig
 
 
-def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weights, device_name: str) -> ModelRunner:
+def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weights, device_name: str) -> Runner:
     """Load the model and allocate the KV cache; ``weights`` are closed.
 
     Raises:
@@ -33,12 +36,14 @@ def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weigh
         config.block_size,
         config.batch_invariant,
     )
+    if device.type == "cuda":
+        return _on_cuda(config, model_config, weights, shape, dtype, device)
     backend = make_backend(shape, device)
     model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant)
     return _assemble(config, model_config, model, backend, dtype, device)
 
 
-def with_other_cache(runner: ModelRunner, config: WorkerConfig) -> ModelRunner:
+def with_other_cache(runner: Runner, config: WorkerConfig) -> Runner:
     """The model of ``runner``, which must not be used any more, with the KV cache and the slots of ``config``.
 
     Raises:
@@ -46,7 +51,27 @@ def with_other_cache(runner: ModelRunner, config: WorkerConfig) -> ModelRunner:
     """
     dtype, device = runner.cache.tensor.dtype, runner.device
     runner.cache.tensor = runner.cache.tensor[:, :0].clone()
-    return _assemble(config, runner.config, runner.model, runner.backend, dtype, device)
+    if isinstance(runner, ModelRunner):
+        return _assemble(config, runner.config, runner.model, runner.backend, dtype, device)
+    from gpu_worker.cuda_build import assemble
+
+    backend: Any = runner.backend
+    return assemble(config, runner.config, runner.model, backend, dtype, device)
+
+
+def _on_cuda(
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Runner:
+    from gpu_worker.cuda_build import assemble, make_attention
+
+    backend: Any = make_attention(config, shape, dtype)
+    model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant)
+    return assemble(config, model_config, model, backend, dtype, device)
 
 
 def _assemble(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import sys
 
 import torch
@@ -17,16 +18,24 @@ _MMAP_LIMIT = 32 * 2**20
 
 
 def select_device(name: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` as a device; auto takes a GPU where there is one and a backend for it.
+    """``auto``, ``cpu`` or ``cuda`` as a device; auto takes a GPU where there is one and Triton for it.
 
     Raises:
-        StartupError: the device is not there, or has no attention backend.
+        StartupError: the device is not there, or not supported.
     """
     if name == "auto":
-        name = "cuda" if "cuda" in DEFAULT_OF_DEVICE and torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() and _has_triton() else "cpu"
     if name not in DEFAULT_OF_DEVICE:
         raise StartupError(f"--device {name} is not supported; there are {', '.join(sorted(DEFAULT_OF_DEVICE))}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device cuda: torch finds no usable GPU (nvidia-smi shows what the driver sees)")
+    if name == "cuda" and not _has_triton():
+        raise StartupError("--device cuda needs the package triton: pip install headrace[gpu]")
     return torch.device(name)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -17,6 +17,6 @@ class ForwardContext:
     attention: Any
     """The backend's own metadata."""
     cos: torch.Tensor
-    """[tokens, 1, rotary_dim] float32."""
+    """[tokens, 1, rotary_dim] float32; a token's row is contiguous."""
     sin: torch.Tensor
     """[tokens, 1, rotary_dim] float32, negative in the first half."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.base import PagedAttention
 from shared.errors import StartupError
 
 DEFAULT_CPU_BYTES = 2**30
@@ -25,7 +25,7 @@ class KVCache:
     def __init__(
         self,
         num_layers: int,
-        backend: AttentionBackend,
+        backend: PagedAttention,
         dtype: torch.dtype,
         device: torch.device,
         total_bytes: int,

@@ -16,7 +16,7 @@ from shared.model_config import ModelConfig, load_model_config
 from shared.model_source import local_source
 
 if TYPE_CHECKING:
-    from gpu_worker.runner import ModelRunner
+    from gpu_worker.step_output import Runner
 
 log = get_logger()
 
@@ -30,9 +30,9 @@ class ModelLoading:
         previous: a runner whose model is kept if it is the same one.
     """
 
-    def __init__(self, config: WorkerConfig, device: str, previous: ModelRunner | None, loaded: WorkerConfig | None):
+    def __init__(self, config: WorkerConfig, device: str, previous: Runner | None, loaded: WorkerConfig | None):
         self.config = config
-        self.runner: ModelRunner | None = None
+        self.runner: Runner | None = None
         self.error: str | None = None
         self._doing = "starting to load the model"
         self._progress: Progress | None = None
@@ -62,7 +62,7 @@ class ModelLoading:
         else:
             log.info("the model is ready", seconds=round(time.perf_counter() - started, 1))
 
-    def _load(self) -> ModelRunner:
+    def _load(self) -> Runner:
         config = self.config
         if self._previous is not None and self._loaded is not None and same_model(self._loaded, config):
             from gpu_worker.build import with_other_cache

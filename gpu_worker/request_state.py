@@ -6,12 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.host_slots import HostSlots, Int64
 from shared.messages import SlotInit
 
-Int64 = npt.NDArray[np.int64]
 
-
-class RequestState:
+class RequestState(HostSlots):
     """Token ids and lengths of the requests in their slots.
 
     The device owns the values of tokens and the positions; the host keeps lengths as they will be once all steps that
@@ -22,33 +21,21 @@ class RequestState:
         num_tokens: [slots] int64 on the device.
         prompt_len: [slots] int64 on the device.
         limit: [slots] int64 on the device; no token is written at or beyond it.
-        host_tokens: [slots] int64, lengths on the host.
-        host_prompt: [slots] int64.
-        host_limit: [slots] int64.
-        active: [slots] bool, slots that hold a request.
     """
 
     def __init__(self, num_slots: int, max_model_len: int, device: torch.device) -> None:
-        self.num_slots, self.max_model_len, self.device = num_slots, max_model_len, device
+        super().__init__(num_slots, max_model_len)
+        self.device = device
         self.token_ids = torch.empty(num_slots * max_model_len, dtype=torch.int32, device=device)
         self.num_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.prompt_len = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.limit = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.host_tokens: Int64 = np.zeros(num_slots, np.int64)
-        self.host_prompt: Int64 = np.zeros(num_slots, np.int64)
-        self.host_limit: Int64 = np.zeros(num_slots, np.int64)
-        self.active = np.zeros(num_slots, np.bool_)
 
     def add(self, new: list[SlotInit], tokens: npt.NDArray[np.int32]) -> None:
         """Requests take their slots; ``tokens`` are their known ids, one request after another."""
         if not new:
             return
-        slots = np.array([request.slot for request in new], np.int64)
-        lengths = np.array([request.num_tokens for request in new], np.int64)
-        self.host_tokens[slots] = lengths
-        self.host_prompt[slots] = [request.prompt_len for request in new]
-        self.host_limit[slots] = [request.limit for request in new]
-        self.active[slots] = True
+        slots, lengths = self.enter(new)
         starts = np.cumsum(lengths) - lengths
         places = np.arange(int(lengths.sum())) + np.repeat(slots * self.max_model_len - starts, lengths)
         self.token_ids[self.staged(places)] = self.staged(tokens)
@@ -59,10 +46,6 @@ class RequestState:
             (self.limit, self.host_limit),
         ):
             device_array[rows] = self.staged(host[slots])
-
-    def release(self, slots: Int64) -> None:
-        """The requests in ``slots`` are gone."""
-        self.active[slots] = False
 
     def append(self, slots: torch.Tensor, host_slots: Int64, tokens: torch.Tensor) -> None:
         """Append one sampled token to each slot that has not reached its limit. Needs no value on the host.
@@ -76,7 +59,7 @@ class RequestState:
         places = slots * self.max_model_len + torch.minimum(lengths, limits - 1)
         self.token_ids[places] = torch.where(room, tokens.int(), self.token_ids[places])
         self.num_tokens[slots] = lengths + room
-        self.host_tokens[host_slots] = np.minimum(self.host_tokens[host_slots] + 1, self.host_limit[host_slots])
+        self.appended(host_slots)
 
     def staged(self, array: npt.NDArray[np.int32] | Int64) -> torch.Tensor:
         """An array of the host on the device; the copy is the caller's."""

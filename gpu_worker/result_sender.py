@@ -16,7 +16,7 @@ from shared.messages import Epoch, Hello, StepResult, WorkerFailed
 from shared.transport import Connector
 
 if TYPE_CHECKING:
-    from gpu_worker.runner import Launched
+    from gpu_worker.step_output import Launched
 
 Outgoing: TypeAlias = "tuple[Epoch, Launched] | WorkerFailed"
 

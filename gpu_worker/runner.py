@@ -21,21 +21,11 @@ from gpu_worker.sampling.logprobs import SampledLogprobs, SampleLogprobs
 from gpu_worker.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step_checks import check_step
+from gpu_worker.step_output import StepOutput
 from shared.messages import Step
 from shared.model_config import ModelConfig
 
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step computed, on the host; as in ``StepResult``."""
-
-    tokens: npt.NDArray[np.int32]
-    logprobs: list[tuple[int, bytes]]
-    prompt_logprobs: list[tuple[int, list[bytes]]]
-    seconds: float
-    """Since the launch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,7 +105,9 @@ class ModelRunner:
             StepError: an index in the step is out of range; nothing was changed.
         """
         started = time.perf_counter()
-        check_step(step, self.state, self.tables, self.cache.num_blocks, self.config.vocab_size)
+        tables = self.tables
+        max_blocks, num_blocks = tables.tensor.shape[1], self.cache.num_blocks
+        check_step(step, self.state, tables.counts, max_blocks, num_blocks, self.config.vocab_size)
         self._update(step)
         inputs = self._gather(step)
         tokens, logprobs, prompts = torch.empty(0, dtype=torch.int64, device=self.device), None, None

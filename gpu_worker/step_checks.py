@@ -7,8 +7,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.block_tables import BlockTables
-from gpu_worker.request_state import RequestState
+from gpu_worker.host_slots import HostSlots, Int64
 from shared.messages import Int32, Step
 from shared.sampling import SamplingParams
 
@@ -17,8 +16,15 @@ class StepError(Exception):
     """A Step that cannot be run; the text names what is wrong in it."""
 
 
-def check_step(step: Step, state: RequestState, tables: BlockTables, num_blocks: int, vocab_size: int) -> None:
+def check_step(
+    step: Step, state: HostSlots, block_counts: Int64, max_blocks: int, num_blocks: int, vocab_size: int
+) -> None:
     """Check the slots, blocks, ids and rows of ``step`` against the state before it.
+
+    Args:
+        block_counts: [slots] blocks in each table.
+        max_blocks: of a table.
+        num_blocks: of the KV cache.
 
     Raises:
         StepError: names the first bad index.
@@ -30,7 +36,7 @@ def check_step(step: Step, state: RequestState, tables: BlockTables, num_blocks:
     _check_new(step, state, vocab_size, active, lengths)
     _check_range("slot of a block", step.blocks[:, 0], 0, state.num_slots)
     _check_range("block", step.blocks[:, 1], 0, num_blocks)
-    _check_room(step, tables)
+    _check_room(step, block_counts, max_blocks)
     _check_range("copied block", step.copies, 0, num_blocks)
     for name, slots in (("prefill", step.prefill[:, 0]), ("decode", step.decode), ("sample", step.sample[:, 1])):
         _check_range(f"slot of a {name} row", slots, 0, state.num_slots)
@@ -46,7 +52,7 @@ def check_step(step: Step, state: RequestState, tables: BlockTables, num_blocks:
 
 
 def _check_new(
-    step: Step, state: RequestState, vocab_size: int, active: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]
+    step: Step, state: HostSlots, vocab_size: int, active: npt.NDArray[np.bool_], lengths: npt.NDArray[np.int64]
 ) -> None:
     """Check the new requests and enter them into ``active`` and ``lengths``."""
     total = 0
@@ -89,11 +95,11 @@ def _check_named_ids(where: str, params: SamplingParams, vocab_size: int) -> Non
         raise StepError(f"{where}: bad_words_token_ids holds an empty list")
 
 
-def _check_room(step: Step, tables: BlockTables) -> None:
-    counts = tables.counts.copy()
+def _check_room(step: Step, block_counts: Int64, max_blocks: int) -> None:
+    counts = block_counts.copy()
     counts[step.released] = 0
     np.add.at(counts, step.blocks[:, 0], 1)
-    full = np.flatnonzero(counts > tables.tensor.shape[1])
+    full = np.flatnonzero(counts > max_blocks)
     if len(full):
         raise StepError(f"slot {full[0]} has no room for another block in its table")
 

@@ -35,7 +35,7 @@ from shared.messages import (
 from shared.transport import Connector, Poller, new_boot
 
 if TYPE_CHECKING:
-    from gpu_worker.runner import ModelRunner
+    from gpu_worker.step_output import Runner
 
 log = get_logger()
 
@@ -63,7 +63,7 @@ class Worker:
         self._config: WorkerConfig | None = None
         """What the current epoch asks for."""
         self._loading: ModelLoading | None = None
-        self._runner: ModelRunner | None = None
+        self._runner: Runner | None = None
         self._runner_config: WorkerConfig | None = None
         """What ``_runner`` was made for."""
         self._fatal: str | None = None

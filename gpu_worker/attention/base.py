@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.layers.norm import HeadNorm
+
 Int64 = npt.NDArray[np.int64]
 
 
@@ -35,16 +37,58 @@ class Spans:
     """Tokens that the last query token sees, itself included. Known to the host before the step runs."""
 
 
-class AttentionBackend(Protocol):
-    """Writes keys and values into the paged cache and attends over it.
+class PagedAttention(Protocol):
+    """What layers need of a backend: it writes keys and values into the paged cache and attends over it.
 
-    ``prepare`` runs once a step and does all index arithmetic; ``write`` and ``attend`` run once a layer.
+    ``metadata`` is the backend's own, of one step; how it is made depends on the runner that the backend is for.
     """
-
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None: ...
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache; its first dimension is the block."""
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """Normalise and rotate q and k in float32, and store k and v in a layer's cache.
+
+        Args:
+            qkv: [tokens, (num_heads + 2 * num_kv_heads) * head_dim]: all heads of q, then of k, then of v; it may be
+                overwritten.
+            head_norm: QK-norm, or None.
+            cos: [tokens, 1, rotary_dim] float32.
+            sin: [tokens, 1, rotary_dim] float32, negative in the first half.
+
+        Returns:
+            The query for ``attend``.
+        """
+
+    def attend(
+        self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention over each span's context.
+
+        Args:
+            query: [tokens, num_heads, head_dim], from ``rotate_and_write``.
+            window: positions that a token sees, itself included; None: all before it.
+
+        Returns:
+            [tokens, num_heads * head_dim], of the cache's dtype.
+        """
+
+
+class AttentionBackend(PagedAttention, Protocol):
+    """A backend whose steps are prepared from spans that the host knows.
+
+    ``prepare`` runs once a step and does all index arithmetic; the rest runs once a layer.
+    """
+
+    def __init__(self, shape: AttentionShape, device: torch.device) -> None: ...
 
     def prepare(
         self, spans: Spans, block_tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
@@ -56,24 +100,4 @@ class AttentionBackend(Protocol):
             block_tables: [slots, max_blocks] int32 on the device.
             positions: [tokens] int64 on the device.
             slot_mapping: [tokens] int64, ``block * block_size + offset`` of each token.
-        """
-
-    def write(self, cache: torch.Tensor, key_value: torch.Tensor, metadata: Any) -> None:
-        """Store keys and values in a layer's cache.
-
-        Args:
-            key_value: [tokens, 2 * num_kv_heads * head_dim], keys first; may be strided.
-        """
-
-    def attend(
-        self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """Causal attention over each span's context.
-
-        Args:
-            query: [tokens, num_heads, head_dim] float32; may be strided.
-            window: positions that a token sees, itself included; None: all before it.
-
-        Returns:
-            [tokens, num_heads * head_dim], of the cache's dtype.
         """

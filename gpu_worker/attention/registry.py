@@ -11,8 +11,9 @@ from shared.errors import StartupError
 
 BACKENDS = {
     "torch_paged": "gpu_worker.attention.torch_paged:TorchPagedAttention",
+    "triton_paged": "gpu_worker.attention.triton_paged:TritonPagedAttention",
 }
-DEFAULT_OF_DEVICE = {"cpu": "torch_paged"}
+DEFAULT_OF_DEVICE = {"cpu": "torch_paged", "cuda": "triton_paged"}
 
 
 def make_backend(shape: AttentionShape, device: torch.device, name: str | None = None) -> AttentionBackend:

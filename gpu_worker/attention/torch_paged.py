@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 
 from gpu_worker.attention.base import AttentionShape, Int64, Spans
+from gpu_worker.layers.norm import HeadNorm
+from gpu_worker.layers.rotary import apply_rotary
 from gpu_worker.threads import usable_cores
 
 LANES = 16
@@ -81,6 +83,8 @@ class TorchPagedAttention:
         self.shape = shape
         self.device = device
         self.group_size = shape.num_heads // shape.num_kv_heads
+        self.rotated_heads = shape.num_heads + shape.num_kv_heads
+        self.query_size = shape.num_heads * shape.head_dim
         self.row_multiple = _row_multiple() if shape.batch_invariant else 1
         heads = torch.arange(2 * shape.num_kv_heads, device=device)
         self._kv_heads = heads
@@ -181,9 +185,26 @@ class TorchPagedAttention:
 
     # -- once a layer ------------------------------------------------------------------------------------------------
 
-    def write(self, cache: torch.Tensor, key_value: torch.Tensor, metadata: Metadata) -> None:
-        head_dim = self.shape.head_dim
-        cache.view(-1, head_dim).index_copy_(0, metadata.write_rows, key_value.reshape(-1, head_dim))
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
+    ) -> torch.Tensor:
+        """The query is float32."""
+        num_heads, head_dim = self.shape.num_heads, self.shape.head_dim
+        heads = qkv[:, : self.rotated_heads * head_dim].view(-1, self.rotated_heads, head_dim)
+        exact = heads.float()
+        if head_norm is not None:
+            exact = head_norm(exact)
+        rotated = apply_rotary(exact, cos, sin)
+        heads[:, num_heads:].copy_(rotated[:, num_heads:])
+        key_value = qkv[:, self.query_size :].reshape(-1, head_dim)
+        cache.view(-1, head_dim).index_copy_(0, metadata.write_rows, key_value)
+        return rotated[:, :num_heads]
 
     def attend(
         self, query: torch.Tensor, cache: torch.Tensor, metadata: Metadata, scale: float, window: int | None

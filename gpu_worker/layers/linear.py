@@ -30,12 +30,20 @@ def make_linear(
     Args:
         batch_invariant: a row's result is the same bits whatever other rows there are.
     """
+    if weight.is_cuda:
+        from gpu_worker.layers.cuda_linear import CudaLinear
+
+        return CudaLinear(weight, bias, batch_invariant=batch_invariant)
     layer: LinearLayer = PackedLinear(weight, bias) if can_prepack(weight) else PlainLinear(weight, bias)
     return PaddedRows(layer, INVARIANT_ROWS.get(weight.dtype, 1)) if batch_invariant else layer
 
 
 def make_head(weight: torch.Tensor, *, batch_invariant: bool = False) -> HeadLayer:
     """The projection to the vocabulary, whose results are float32 for any dtype of ``weight`` [vocabulary, hidden]."""
+    if weight.is_cuda:
+        from gpu_worker.layers.cuda_linear import CudaHead
+
+        return CudaHead(weight, batch_invariant=batch_invariant)
     if weight.dtype == torch.float32:
         return make_linear(weight, batch_invariant=batch_invariant)
     head = SplitHead(weight) if can_prepack(weight) else WideHead(weight)

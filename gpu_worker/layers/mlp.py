@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+from gpu_worker import kernels
 from gpu_worker.layers.linear import LinearLayer
 
 UNDIVIDED = 32768
@@ -16,22 +19,43 @@ class GatedMLP:
     """``down(silu(gate(x)) * up(x))`` with gate and up in one product.
 
     Args:
+        device: of the layers.
         batch_invariant: a row's result is the same bits whatever other rows there are.
     """
 
     def __init__(
-        self, gate_up: LinearLayer, down: LinearLayer, intermediate_size: int, *, batch_invariant: bool = False
+        self,
+        gate_up: LinearLayer,
+        down: LinearLayer,
+        intermediate_size: int,
+        device: torch.device,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         self.gate_up, self.down = gate_up, down
-        self.undivided_rows = max(1, UNDIVIDED // intermediate_size) if batch_invariant else None
+        self._activate = _activation(device, max(1, UNDIVIDED // intermediate_size) if batch_invariant else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self.gate_up(x)
-        if self.undivided_rows is None or len(x) <= self.undivided_rows:
-            return self.down(_activate(gate_up))
-        return self.down(torch.cat([_activate(rows) for rows in torch.split(gate_up, self.undivided_rows)]))
+        return self.down(self._activate(self.gate_up(x)))
 
 
-def _activate(gate_up: torch.Tensor) -> torch.Tensor:
+def _activation(device: torch.device, undivided_rows: int | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``silu(gate) * up`` of [tokens, 2 * size], so many rows at a time where that matters."""
+    if kernels.uses_kernels(device):
+        from gpu_worker.kernels.activation import silu_mul
+
+        return silu_mul
+    if undivided_rows is None:
+        return _silu_mul
+
+    def in_pieces(gate_up: torch.Tensor) -> torch.Tensor:
+        if len(gate_up) <= undivided_rows:
+            return _silu_mul(gate_up)
+        return torch.cat([_silu_mul(rows) for rows in torch.split(gate_up, undivided_rows)])
+
+    return in_pieces
+
+
+def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)

@@ -18,11 +18,11 @@ from shared.model_config import ModelConfig
 
 class RotaryTable(Protocol):
     def __call__(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines, each [tokens, 1, rotary_dim] float32.
+        """Cosines and signed sines, each [tokens, 1, rotary_dim] float32; a token's row is contiguous.
 
         Args:
-            positions: [tokens] int64.
-            lengths: [tokens] int64, the length of the sequence when the token is first computed.
+            positions: [tokens] int32 or int64.
+            lengths: [tokens], the length of the sequence when the token is first computed.
         """
 
 
@@ -67,10 +67,11 @@ class FixedTable:
     """Cosines and sines of every position, computed once."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self.cos, self.sin = cos, sin
+        self.cos_sin = torch.stack([cos, sin], 1)
 
     def __call__(self, positions: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        cos, sin = self.cos_sin.index_select(0, positions).unbind(1)
+        return cos, sin
 
 
 class DynamicTable:

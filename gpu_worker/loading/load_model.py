@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.base import PagedAttention
 from gpu_worker.loading.dummy_weights import DummyWeights
 from gpu_worker.loading.gguf_weights import GgufWeights
 from gpu_worker.loading.weights import Weights
@@ -17,7 +17,7 @@ from shared.model_config import ModelConfig
 def load_model(
     config: ModelConfig,
     weights: Weights,
-    backend: AttentionBackend,
+    backend: PagedAttention,
     dtype: torch.dtype,
     device: torch.device,
     batch_invariant: bool,

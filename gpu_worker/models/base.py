@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.base import PagedAttention
 from gpu_worker.forward_context import ForwardContext
 from gpu_worker.layers.linear import LinearLayer, make_linear
 from gpu_worker.loading.weights import GgufNames, Weights
@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     def __init__(self, builder: Builder) -> None: ...
 
     def forward(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """Hidden states before the last norm, [tokens, hidden] float32, of ``token_ids`` [tokens]."""
+        """Hidden states after the last norm, [tokens, hidden] in the model's dtype, of ``token_ids`` [tokens]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] float32 of some rows of ``forward``'s result."""
@@ -39,7 +39,7 @@ class Builder:
 
     config: ModelConfig
     weights: Weights
-    backend: AttentionBackend
+    backend: PagedAttention
     dtype: torch.dtype
     device: torch.device
     batch_invariant: bool = False

@@ -52,15 +52,22 @@ def sliding_window(config: ModelConfig, index: int) -> int | None:
 
 
 class DecoderLayer:
-    """Pre-norm attention and feed-forward, each added to a float32 residual stream."""
+    """Pre-norm attention and feed-forward. The result of each is added to the residual stream by the norm behind it."""
 
     def __init__(self, input_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP) -> None:
         self.input_norm, self.attention, self.mlp_norm, self.mlp = input_norm, attention, mlp_norm, mlp
 
-    def __call__(self, hidden: torch.Tensor, context: ForwardContext) -> None:
-        """Update ``hidden`` [tokens, hidden] float32 in place."""
-        hidden += self.attention(self.input_norm(hidden), context)
-        hidden += self.mlp(self.mlp_norm(hidden))
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None, context: ForwardContext) -> torch.Tensor:
+        """
+        Args:
+            hidden: [tokens, hidden] float32, the residual stream; updated in place.
+            delta: [tokens, hidden], what the layer before adds to it; None: there is none.
+
+        Returns:
+            What this layer's feed-forward adds to it, which is left to the caller.
+        """
+        attended = self.attention(self.input_norm.add(hidden, delta), context)
+        return self.mlp(self.mlp_norm.add(hidden, attended))
 
 
 class LlamaForCausalLM:
@@ -88,12 +95,13 @@ class LlamaForCausalLM:
 
     def forward(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         hidden = self.embedding.index_select(0, token_ids).float()
+        delta = None
         for layer in self.layers:
-            layer(hidden, context)
-        return hidden
+            delta = layer(hidden, delta, context)
+        return self.norm.add(hidden, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(hidden))
+        return self.head(hidden)
 
     def _layer(self, builder: Builder, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
@@ -133,4 +141,4 @@ class LlamaForCausalLM:
         size = config.intermediate_size
         gate_up = builder.linear([prefix + "gate_proj", prefix + "up_proj"], (size, size), config.hidden_size, bias)
         down = builder.linear([prefix + "down_proj"], (config.hidden_size,), size, bias)
-        return GatedMLP(gate_up, down, size, batch_invariant=builder.batch_invariant)
+        return GatedMLP(gate_up, down, size, builder.device, batch_invariant=builder.batch_invariant)

@@ -168,6 +168,11 @@ class TestConfiguration:
         with pytest.raises(StartupError, match="--device tpu"):
             select_device("tpu")
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_gpu_that_is_not_there_is_refused_in_words(self) -> None:
+        with pytest.raises(StartupError, match="finds no usable GPU"):
+            select_device("cuda")
+
     def test_dummy_weights(self, tiny_models: TinyModels) -> None:
         folder = tiny_models.folder("llama")
         one, again = greedy(folder, load_format="dummy", seed=1), greedy(folder, load_format="dummy", seed=1)

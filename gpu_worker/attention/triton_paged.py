@@ -1,0 +1,265 @@
+"""Paged attention in Triton kernels: prefill spans by tiles, decode rows by a division made on the device.
+
+A step's decode rows need nothing on the host, so that a CUDA graph can hold ``prepare_decode`` and all layers; their
+contexts may differ at each replay. Keys and values are in the cache before ``attend`` runs (``kernels.rope_kv``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.attention.base import AttentionShape
+from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode, prefill_tiles
+from gpu_worker.kernels.paged_decode import (
+    FEW_ROWS,
+    DecodeConfig,
+    DecodeWorkspace,
+    decode,
+    decode_config,
+    make_decode_workspace,
+)
+from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill, prefill_config
+from gpu_worker.kernels.rope_kv import rotate_and_write
+from gpu_worker.layers.norm import HeadNorm
+
+Int32 = npt.NDArray[np.int32]
+
+SPLIT_TOKENS = 1024
+"""Of a unit in the batch-invariant mode, unless a context has more than ``MAX_SPLITS`` of them."""
+MAX_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillTiles:
+    """How a step's prefill spans are cut; made on the host before the step is staged."""
+
+    table: Int32
+    """[tiles, 4], of ``attention_plan.prefill_tiles``; the caller copies it to the device with the step."""
+    config: PrefillConfig
+    num_tokens: int
+    """Query tokens of all spans."""
+
+
+@dataclasses.dataclass(slots=True)
+class DecodeRows:
+    """Consecutive query tokens with a row each."""
+
+    first: int
+    slots: torch.Tensor
+    context_lens: torch.Tensor
+    plans: dict[int | None, DecodePlan] = dataclasses.field(default_factory=dict)
+    """Those filled for this step, by window."""
+
+
+@dataclasses.dataclass(slots=True)
+class Metadata:
+    """What the layers of one step share."""
+
+    block_tables: torch.Tensor
+    num_tokens: int
+    """Query tokens that have an output; others get zeros."""
+    decodes: list[DecodeRows]
+    tiles: torch.Tensor | None = None
+    prefill_config: PrefillConfig | None = None
+    slot_mapping: torch.Tensor | None = None
+    """[tokens] int32 or int64: where keys and values go; set by the runner."""
+
+
+class TritonPagedAttention:
+    """See the module. One layer's cache is [blocks, 2, kv_heads, block_size, head_dim], keys first.
+
+    In the batch-invariant mode prefill tokens are decode rows, too, with splits at fixed places: a token's output is
+    the same bits whatever else is in the step and whether it was prefilled or decoded.
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        cache_dtype: torch.dtype = torch.bfloat16,
+        max_rows: int = 1024,
+        max_context: int = 131072,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> None:
+        """
+        Args:
+            cache_dtype: of the KV cache: the model's, or float8_e4m3fn.
+            max_rows: decode rows of a step at most, padding included.
+            max_context: tokens of a row's context at most.
+            k_scale: what the cache's keys must be multiplied by (float8 only).
+            v_scale: the same of the values.
+        """
+        self.shape, self.device, self.cache_dtype, self.max_rows = shape, device, cache_dtype, max_rows
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.group = shape.num_heads // shape.num_kv_heads
+        self.num_sms = multiprocessors(device)
+        self.decode_config = decode_config(shape.head_dim, cache_dtype)
+        self.few_rows_config = decode_config(shape.head_dim, cache_dtype, FEW_ROWS)
+        self.split_tiles, slots = 0, 2 * self.programs_of(self.decode_config)
+        if shape.batch_invariant:
+            tile = self.decode_config.tile
+            self.split_tiles = -(-max(SPLIT_TOKENS, -(-max_context // MAX_SPLITS)) // tile)
+            slots = max_rows * -(-max_context // (self.split_tiles * tile))
+        self._plans: dict[tuple[int | None, int, DecodeConfig], DecodePlan] = {}
+        self._workspace: DecodeWorkspace = make_decode_workspace(
+            slots, max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
+        )
+
+    def programs_of(self, config: DecodeConfig) -> int:
+        """Programs of a decode kernel for each KV head."""
+        return max(1, self.num_sms * config.programs_per_sm // self.shape.num_kv_heads)
+
+    def config_for(self, rows: int) -> DecodeConfig:
+        """The decode kernel's configuration for so many rows."""
+        few = rows <= FEW_ROWS and not self.shape.batch_invariant
+        return self.few_rows_config if few else self.decode_config
+
+    def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache; its first dimension is the block."""
+        shape = self.shape
+        return (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+
+    # -- once a step -------------------------------------------------------------------------------------------------
+
+    def prepare_decode(self, slots: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> Metadata:
+        """For a step of decode rows only, one query token each, in the order of the rows.
+
+        Device work only, so that a CUDA graph can capture it. The tensors must keep their values until the last layer
+        is done.
+
+        Args:
+            slots: [rows] int32, rows of ``block_tables``.
+            context_lens: [rows] int32, tokens that a row sees, itself included; 0: a padding row, whose output is 0.
+            block_tables: [slots, max_blocks] int32.
+        """
+        return Metadata(block_tables, len(slots), self._decodes(0, slots, context_lens))
+
+    def cut_prefill(self, spans: Int32) -> PrefillTiles:
+        """Cut a step's prefill spans, on the host.
+
+        Args:
+            spans: [p, 4] int32: slot, first query token in the step, query tokens, context with the last of them
+                included. The context and the table of a slot hold what is written in this very step.
+        """
+        shape, spans = self.shape, np.asarray(spans, np.int32).reshape(-1, 4)
+        num_tokens = int(spans[:, 2].sum())
+        longest = int(spans[:, 2].max(initial=0)) * self.group
+        dtype = self.cache_dtype if self.cache_dtype.itemsize > 1 else torch.bfloat16
+        config = prefill_config(
+            shape.head_dim, dtype, longest, num_tokens * self.group, shape.num_kv_heads, self.num_sms
+        )
+        tile_tokens = 1 if shape.batch_invariant else max(1, config.rows // self.group)
+        return PrefillTiles(prefill_tiles(spans, tile_tokens), config, num_tokens)
+
+    def prepare_mixed(
+        self,
+        prefill_tiles: PrefillTiles,
+        tiles: torch.Tensor,
+        decode_start: int,
+        slots: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+    ) -> Metadata:
+        """For a step of prefill spans and decode rows, either of which may be empty.
+
+        Args:
+            prefill_tiles: of ``cut_prefill``.
+            tiles: its table on the device.
+            decode_start: the query token of the first decode row; the others follow it.
+            slots: [rows] int32, of the decode rows.
+            context_lens: [rows] int32, of the decode rows.
+            block_tables: [slots, max_blocks] int32.
+        """
+        decodes = self._decodes(decode_start, slots, context_lens)
+        metadata = Metadata(block_tables, prefill_tiles.num_tokens + len(slots), decodes)
+        if not self.shape.batch_invariant:
+            metadata.tiles, metadata.prefill_config = tiles, prefill_tiles.config
+        elif len(tiles):
+            by_token = tiles[tiles[:, 1].argsort()]
+            for first, count in _runs(np.sort(prefill_tiles.table[:, 1])):
+                some, by_token = by_token[:count], by_token[count:]
+                decodes += self._decodes(first, some[:, 0].contiguous(), some[:, 3] + 1)
+        return metadata
+
+    def _decodes(self, first: int, slots: torch.Tensor, context_lens: torch.Tensor) -> list[DecodeRows]:
+        starts = range(0, len(slots), self.max_rows)
+        pieces = [(start, slice(start, start + self.max_rows)) for start in starts]
+        return [DecodeRows(first + start, slots[piece], context_lens[piece]) for start, piece in pieces]
+
+    # -- once a layer ------------------------------------------------------------------------------------------------
+
+    def rotate_and_write(
+        self,
+        qkv: torch.Tensor,
+        head_norm: HeadNorm | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
+    ) -> torch.Tensor:
+        """Normalise and rotate q and k, store k and v at ``metadata.slot_mapping``; see ``kernels.rope_kv``."""
+        assert metadata.slot_mapping is not None
+        weight, eps = (head_norm.weights, head_norm.eps) if head_norm is not None else (None, 0.0)
+        return rotate_and_write(
+            qkv, weight, eps, cos, sin, cache, metadata.slot_mapping, self.k_scale, self.v_scale
+        )  # fmt: skip
+
+    def attend(
+        self, query: torch.Tensor, cache: torch.Tensor, metadata: Metadata, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """Causal attention over each query token's context.
+
+        Args:
+            query: [tokens, num_heads, head_dim] of the model's dtype; tokens may be strided.
+            cache: one layer's.
+            window: positions that a token sees, itself included; None: all before it.
+
+        Returns:
+            [tokens, num_heads * head_dim], of query's dtype.
+        """
+        make = torch.zeros if len(query) > metadata.num_tokens else torch.empty
+        output = make((len(query), query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
+        tables, scales = metadata.block_tables, (self.k_scale, self.v_scale)
+        if metadata.tiles is not None and metadata.prefill_config is not None:
+            prefill(query, cache, metadata.tiles, tables, output, scale, window, metadata.prefill_config, *scales)
+        for index, rows in enumerate(metadata.decodes):
+            plan = self._planned(rows, index, window)
+            some = slice(rows.first, rows.first + len(rows.slots))
+            decode(
+                query[some], cache, rows.slots, rows.context_lens, tables, plan, self._workspace, output[some], scale,
+                self.config_for(len(rows.slots)), *scales,
+            )  # fmt: skip
+        return output
+
+    def _planned(self, rows: DecodeRows, index: int, window: int | None) -> DecodePlan:
+        """The plan of the step's ``index``-th group of rows, filled when the first layer with this window asks."""
+        plan = rows.plans.get(window)
+        if plan is None:
+            config = self.config_for(len(rows.slots))
+            key = (window, index, config)
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = make_decode_plan(
+                    self.programs_of(config), self.max_rows, config.tile, self.device,
+                    split_tiles=self.split_tiles, window=window,
+                )  # fmt: skip
+            plan_decode(plan, rows.slots, rows.context_lens)
+            rows.plans[window] = plan
+        return plan
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a few where the kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _runs(tokens: Int32) -> list[tuple[int, int]]:
+    """(first, count) of the runs of consecutive numbers in a sorted array."""
+    ends = np.flatnonzero(np.diff(tokens) != 1) + 1
+    return [(int(run[0]), len(run)) for run in np.split(tokens, ends)]

@@ -1,0 +1,66 @@
+"""Whole steps as CUDA graphs, one for each padded shape and variant, captured when first needed."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable
+
+import torch
+
+from shared.logging import get_logger
+
+log = get_logger()
+
+
+def padded_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows that steps are padded to: fine enough that padding costs little, few enough to capture."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, max_rows + 1, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def padded_size(rows: int, sizes: list[int]) -> int | None:
+    """The least size that holds ``rows``; None: it is beyond the largest."""
+    index = bisect.bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else None
+
+
+class GraphCache:
+    """Runs a function that launches kernels, or replays what it launched the first time.
+
+    The function may read and write only memory whose address stays: static buffers, the slot state, the cache. What it
+    allocates belongs to the graphs' common pool, so that graphs do not run at the same time.
+
+    Args:
+        enabled: steps are to be run in fixed shapes (not so with ``--enforce-eager``). Off a GPU nothing is captured,
+            but the shapes are the same.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self.enabled = enabled
+        self._device = device
+        self._captures = enabled and device.type == "cuda"
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+
+    def clear(self) -> None:
+        """Forget all graphs: memory that they know has moved."""
+        self._graphs.clear()
+
+    def run(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Launch; ``key`` says what the launches depend on beside the contents of memory."""
+        if not self._captures:
+            launch()
+            return
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(key, launch)
+        graph.replay()
+
+    def _capture(self, key: Hashable, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capturing runs nothing: what is captured is replayed afterwards like any other time."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            launch()
+        log.debug("captured a graph", key=str(key))
+        return graph

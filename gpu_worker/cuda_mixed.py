@@ -1,0 +1,112 @@
+"""Steps with prefills in fixed shapes, so that a CUDA graph can hold them.
+
+The tokens of such a step lie in two parts of fixed sizes: decode rows, one token each, then prefill tokens. What a part
+lacks is filled with the padding slot, whose tokens are written nowhere.
+"""
+
+from __future__ import annotations
+
+import bisect
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.kernels.attention_plan import prefill_tiles
+from shared.messages import Step
+
+Int32 = npt.NDArray[np.int32]
+
+ROWS = (16, 64, 128, 192, 256, 384, 512, 768, 1024)
+TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+"""Sizes of the two parts. A step with more prefill tokens computes for longer than it takes to launch."""
+MAX_PREFILLS = 32
+
+
+class MixedShape(NamedTuple):
+    """What the launches of a step depend on."""
+
+    rows: int
+    """Decode rows, padding included."""
+    tokens: int
+    """Prefill tokens, padding included."""
+    tile_tokens: int
+    """Query tokens of an attention tile."""
+
+    @property
+    def num_tiles(self) -> int:
+        return self.tokens // self.tile_tokens + MAX_PREFILLS
+
+    @property
+    def num_samples(self) -> int:
+        return self.rows + MAX_PREFILLS
+
+    @property
+    def size(self) -> int:
+        """int32 values of ``pack``."""
+        return self.rows + 4 * (MAX_PREFILLS + 1) + 4 * self.num_tiles + 2 * self.num_samples
+
+    def unpack(self, packed: torch.Tensor) -> MixedInputs:
+        """Views of ``packed`` [size] int32."""
+        sizes = [self.rows, 4 * (MAX_PREFILLS + 1), 4 * self.num_tiles, self.num_samples, self.num_samples]
+        slots, spans, tiles, sample, sample_slots = torch.split(packed[: self.size], sizes)
+        return MixedInputs(slots, spans.view(-1, 4), tiles.view(-1, 4), sample, sample_slots)
+
+
+class MixedInputs(NamedTuple):
+    """int32 on the device."""
+
+    slots: torch.Tensor
+    """[rows]."""
+    spans: torch.Tensor
+    """[MAX_PREFILLS + 1, 4] as of ``gather_span_inputs``, among the prefill tokens."""
+    tiles: torch.Tensor
+    """[num_tiles, 4] as of ``prefill_tiles``, among all tokens."""
+    sample: torch.Tensor
+    """[num_samples] the token whose logits are wanted."""
+    sample_slots: torch.Tensor
+    """[num_samples]."""
+
+
+def shape_of(step: Step, tile_tokens: int, max_rows: int) -> MixedShape | None:
+    """The least shape that holds a step; None: none does."""
+    num_tokens, num_rows = int(step.prefill[:, 2].sum()), len(step.decode)
+    fits = num_rows <= max_rows and num_tokens <= TOKENS[-1] and len(step.prefill) <= MAX_PREFILLS
+    if not fits or num_rows > ROWS[-1]:
+        return None
+    rows = min(ROWS[bisect.bisect_left(ROWS, num_rows)], max_rows)
+    return MixedShape(rows, TOKENS[bisect.bisect_left(TOKENS, num_tokens)], tile_tokens)
+
+
+def padding(shape: MixedShape, padding_slot: int) -> Int32:
+    """``pack`` of a step without any row."""
+    return _packed(shape, padding_slot, np.empty(0, np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32))
+
+
+def pack(shape: MixedShape, padding_slot: int, step: Step) -> Int32:
+    """[shape.size] all rows of a step, for ``unpack``."""
+    return _packed(shape, padding_slot, step.decode, step.prefill, step.sample)
+
+
+def _packed(shape: MixedShape, padding_slot: int, decode: Int32, prefill: Int32, samples: Int32) -> Int32:
+    slots = np.full(shape.rows, padding_slot, np.int32)
+    slots[: len(decode)] = decode
+    counts = prefill[:, 2]
+    ends = np.cumsum(counts, dtype=np.int32)
+    first = ends - counts
+    total = int(counts.sum())
+    spans = np.zeros((MAX_PREFILLS + 1, 4), np.int32)
+    spans[:, 0] = padding_slot
+    spans[: len(prefill), :3], spans[: len(prefill), 3] = prefill, first
+    spans[len(prefill), 2:] = shape.tokens - total, total
+    contexts = np.stack([prefill[:, 0], shape.rows + first, counts, prefill[:, 1] + counts], 1)
+    tiles = np.zeros((shape.num_tiles, 4), np.int32)
+    cut = prefill_tiles(contexts.astype(np.int32), shape.tile_tokens)
+    tiles[: len(cut)] = cut
+    sample = np.zeros(shape.num_samples, np.int32)
+    sample_slots = np.full(shape.num_samples, padding_slot, np.int32)
+    rows = samples[:, 0]
+    last = np.concatenate([shape.rows + ends - 1, np.arange(len(decode))])
+    sample[: len(rows)], sample_slots[: len(rows)] = last[rows], samples[:, 1]
+    return np.concatenate([slots, spans.reshape(-1), tiles.reshape(-1), sample, sample_slots])

@@ -1,0 +1,300 @@
+"""Runs steps on a GPU without waiting for it: the host sends a few kilobytes and launches, the device does the rest.
+
+A step of decode rows alone is one CUDA graph: inputs from the slot state, attention's plan, model, sampler, the token
+back to the slot state; so is one with a few prefill tokens (``cuda_mixed``). Other steps launch the same kernels one by
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker import cuda_mixed
+from gpu_worker.attention.triton_paged import Metadata, PrefillTiles, TritonPagedAttention
+from gpu_worker.cuda_graphs import GraphCache, padded_size, padded_sizes
+from gpu_worker.cuda_mixed import MixedShape
+from gpu_worker.cuda_state import CudaState, StagedStep
+from gpu_worker.forward_context import ForwardContext
+from gpu_worker.host_copies import Returned
+from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
+from gpu_worker.kernels.state_kernels import DecodeInputs, gather_decode_inputs, gather_span_inputs, write_back
+from gpu_worker.kv_cache import KVCache
+from gpu_worker.layers.rotary import make_rotary
+from gpu_worker.models.base import CausalLM
+from gpu_worker.sampling.cuda_sampler import CudaSampler, Samples, Variant, pack
+from gpu_worker.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts
+from gpu_worker.step_checks import check_step
+from gpu_worker.step_output import StepOutput
+from shared.messages import Step
+from shared.model_config import ModelConfig
+
+Int64 = npt.NDArray[np.int64]
+NO_SLOTS = np.empty(0, np.int32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CudaLaunched:
+    """A step that runs, or has run, on the device."""
+
+    number: int
+    returned: Returned
+    """The sampled ids and, if they are wanted, the log-probabilities."""
+    num_samples: int
+    logprob_counts: Int64
+    """[samples] as of ``CudaSampler.wanted_logprobs``."""
+    prompt_logprobs: ScoredPrompts | None
+    started: float
+
+    def wait(self) -> StepOutput:
+        """Wait for the device. Called by the result thread."""
+        tokens, *logprobs = (tensor.numpy() for tensor in self.returned.wait())
+        records = pack(logprobs[0][: self.num_samples], self.logprob_counts) if logprobs else []
+        prompts = self.prompt_logprobs.pack() if self.prompt_logprobs else []
+        return StepOutput(tokens[: self.num_samples], records, prompts, time.perf_counter() - self.started)
+
+
+class CudaRunner:
+    """One model on one GPU. ``launch`` is called by one thread only.
+
+    The launch of a step needs no result of the step before on the host: tokens and positions stay in the slot state.
+
+    Args:
+        num_tokens: ids from here on have no token and are never sampled; None: all ids have one.
+        max_rows: decode rows of a step at most.
+        graphs: replay decode steps from CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: CausalLM,
+        backend: TritonPagedAttention,
+        cache: KVCache,
+        *,
+        block_size: int,
+        num_slots: int,
+        max_model_len: int,
+        num_tokens: int | None = None,
+        max_rows: int | None = None,
+        graphs: bool = True,
+    ) -> None:
+        self.device = cache.tensor.device
+        self.config, self.model, self.backend, self.cache = config, model, backend, cache
+        self.block_size, self.num_slots, self.max_model_len = block_size, num_slots, max_model_len
+        self.rotary = make_rotary(config, max_model_len, self.device)
+        self.state = CudaState(num_slots, max_model_len, block_size, self.device)
+        self.sampler = CudaSampler(num_slots, config.vocab_size, num_tokens, self.device)
+        self.prompt_logprobs = PromptLogprobs(num_slots)
+        self.sizes = padded_sizes(max_rows or num_slots)
+        self._slots = torch.full((self.sizes[-1],), num_slots, dtype=torch.int32, device=self.device)
+        """Slots of the decode rows: the input of graphs."""
+        self._samples: dict[tuple[int | MixedShape, Variant], Samples] = {}
+        """The outputs of graphs."""
+        self._graphs = GraphCache(self.device, graphs)
+        self._mixed_config = self._prefill_config(cuda_mixed.TOKENS[-1])
+        group = config.num_heads // config.num_kv_heads
+        self._tile_tokens = max(1, self._mixed_config.rows // group)
+        largest = MixedShape(max(cuda_mixed.ROWS), cuda_mixed.TOKENS[-1], self._tile_tokens)
+        self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
+        """``cuda_mixed.pack`` of the step: the input of graphs."""
+
+    def reset(self) -> None:
+        """Forget all requests. Blocks keep their content, which nobody refers to any more."""
+        self.state.reset()
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Go on with another KV cache, and no requests; graphs know the address of the old one."""
+        self.cache = cache
+        self._graphs.clear()
+        self._samples.clear()
+        self.reset()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> CudaLaunched:
+        """Run a step.
+
+        Raises:
+            StepError: an index in the step is out of range; nothing was changed.
+        """
+        started = time.perf_counter()
+        state = self.state
+        check_step(step, state, state.block_counts, state.max_blocks, self.cache.num_blocks, self.config.vocab_size)
+        self.sampler.add(step.new)
+        for request in step.new:
+            self.prompt_logprobs.add(request)
+        slots = step.sample[:, 1].astype(np.int64)
+        counts, variant = self.sampler.wanted_logprobs(slots), self.sampler.variant_of(slots)
+        prompts = None
+        if not len(step.prefill) and len(step.sample) == len(step.decode) and len(step.decode):
+            samples = self._run_decode(step, variant)
+        elif (shape := self._mixed_shape(step)) is not None:
+            samples = self._run_mixed_graph(step, shape, variant)
+        else:
+            samples, prompts = self._run_mixed(step, variant)
+        state.staging.release()
+        state.appended(slots)
+        wanted = [samples.tokens]
+        if samples.logprobs is not None and (counts >= 0).any():
+            wanted.append(samples.logprobs)
+        return CudaLaunched(step.number, Returned(wanted), len(slots), counts, prompts, started)
+
+    # -- decode rows alone -------------------------------------------------------------------------------------------
+
+    def _run_decode(self, step: Step, variant: Variant) -> Samples:
+        """All rows of a step that decodes only."""
+        size = padded_size(len(step.decode), self.sizes) or len(step.decode)
+        staged = self.state.update(step, self.state.padded(step.decode, size))
+        self._copy_blocks(staged)
+        key = (size, variant)
+        if size > self.sizes[-1]:
+            return self._decode(staged.decode, variant)
+        if key not in self._samples:
+            # The first time, every kernel must be compiled and loaded before it can be captured. Padding rows change
+            # nothing.
+            self._slots.fill_(self.state.padding_slot)
+            self._samples[key] = self._decode(self._slots[:size], variant)
+        self._slots[:size].copy_(staged.decode)
+        self._graphs.run(key, lambda: self._decode_into(size, variant))
+        return self._samples[key]
+
+    def _decode_into(self, size: int, variant: Variant) -> None:
+        self._samples[size, variant] = self._decode(self._slots[:size], variant)
+
+    def _decode(self, slots: torch.Tensor, variant: Variant) -> Samples:
+        """Launch a decode step of ``slots`` [rows] int32; reads and writes nothing but what is on the device."""
+        state = self.state
+        inputs = gather_decode_inputs(slots, state.token_ids, state.num_tokens, state.block_tables, self.block_size)
+        metadata = self.backend.prepare_decode(slots, inputs.context_lens, state.block_tables)
+        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
+        samples = self.sampler.sample(self.model.logits(hidden), slots, state, variant)
+        write_back(slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
+        return samples
+
+    # -- prefills, and decode rows beside them -----------------------------------------------------------------------
+
+    def _run_mixed(self, step: Step, variant: Variant) -> tuple[Samples, ScoredPrompts | None]:
+        state, num_decodes = self.state, len(step.decode)
+        starts, counts = step.prefill[:, 1], step.prefill[:, 2]
+        ends = np.cumsum(counts, dtype=np.int64)
+        contexts = np.stack([step.prefill[:, 0], ends - counts, counts, starts + counts], 1).astype(np.int32)
+        tiles = self.backend.cut_prefill(contexts)
+        staged = state.update(step, step.decode, tiles.table)
+        self._copy_blocks(staged)
+        num_prefill = int(counts.sum())
+        total = num_prefill + num_decodes
+        if not total:
+            return Samples(torch.empty(0, dtype=torch.int32, device=self.device), None), None
+        spans = staged.spans if len(step.prefill) else _decode_spans(staged.decode)
+        inputs = gather_span_inputs(
+            spans,
+            total,
+            max(1, int(counts.max(initial=0))),
+            state.token_ids,
+            state.num_tokens,
+            state.prompt_len,
+            state.block_tables,
+            self.block_size,
+        )
+        metadata = self.backend.prepare_mixed(
+            tiles, staged.extra[0], num_prefill, staged.decode, inputs.positions[num_prefill:] + 1, state.block_tables
+        )
+        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.lengths, inputs.slot_mapping, metadata)
+        prompts = self.prompt_logprobs.score(
+            step.prefill, state.host_prompt, state.token_ids, hidden, self.model.logits
+        )
+        if not len(step.sample):
+            return Samples(torch.empty(0, dtype=torch.int32, device=self.device), None), prompts
+        logits = self.model.logits(hidden.index_select(0, staged.sample))
+        samples = self.sampler.sample(logits, staged.sample_slots, state, variant)
+        write_back(staged.sample_slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
+        return samples, prompts
+
+    # -- the same in a graph -----------------------------------------------------------------------------------------
+
+    def _mixed_shape(self, step: Step) -> MixedShape | None:
+        """The shape of the graph that holds a step; None: it is to be launched kernel by kernel."""
+        scored = self.prompt_logprobs.counts[step.prefill[:, 0]] >= 0
+        if not self._graphs.enabled or scored.any() or self.backend.shape.batch_invariant or not len(step.prefill):
+            return None
+        return cuda_mixed.shape_of(step, self._tile_tokens, self.sizes[-1])
+
+    def _run_mixed_graph(self, step: Step, shape: MixedShape, variant: Variant) -> Samples:
+        packed = cuda_mixed.pack(shape, self.state.padding_slot, step)
+        staged = self.state.update(step, NO_SLOTS, packed)
+        self._copy_blocks(staged)
+        key = (shape, variant)
+        inputs = self._mixed_inputs[: shape.size]
+        if key not in self._samples:
+            inputs.copy_(torch.from_numpy(cuda_mixed.padding(shape, self.state.padding_slot)))
+            self._samples[key] = self._mixed(shape, variant)
+        inputs.copy_(staged.extra[0])
+        self._graphs.run(key, lambda: self._mixed_into(shape, variant))
+        return self._samples[key]
+
+    def _mixed_into(self, shape: MixedShape, variant: Variant) -> None:
+        self._samples[shape, variant] = self._mixed(shape, variant)
+
+    def _mixed(self, shape: MixedShape, variant: Variant) -> Samples:
+        """Launch the step that ``_mixed_inputs`` describes."""
+        state, rows = self.state, shape.rows
+        step = shape.unpack(self._mixed_inputs)
+        decode = gather_decode_inputs(
+            step.slots, state.token_ids, state.num_tokens, state.block_tables, self.block_size
+        )
+        prefill = gather_span_inputs(
+            step.spans,
+            shape.tokens,
+            shape.tokens,
+            state.token_ids,
+            state.num_tokens,
+            state.prompt_len,
+            state.block_tables,
+            self.block_size,
+        )
+        inputs = DecodeInputs(*(torch.cat(parts) for parts in zip(decode, prefill, strict=True)))
+        tiles = PrefillTiles(np.empty((0, 4), np.int32), self._mixed_config, shape.tokens)
+        metadata = self.backend.prepare_mixed(tiles, step.tiles, 0, step.slots, decode.context_lens, state.block_tables)
+        # What no row writes is zero: garbage of one step would grow in the next.
+        metadata.num_tokens = rows
+        hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
+        logits = self.model.logits(hidden.index_select(0, step.sample))
+        samples = self.sampler.sample(logits, step.sample_slots, state, variant)
+        write_back(step.sample_slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
+        return samples
+
+    def _prefill_config(self, tokens: int) -> PrefillConfig:
+        """How attention is cut in graphs: as for one prompt of so many tokens."""
+        shape, backend = self.backend.shape, self.backend
+        dtype = backend.cache_dtype if backend.cache_dtype.itemsize > 1 else torch.bfloat16
+        rows = tokens * backend.group
+        return prefill_config(shape.head_dim, dtype, rows, rows, shape.num_kv_heads, backend.num_sms)
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        lengths: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        metadata: Metadata,
+    ) -> torch.Tensor:
+        metadata.slot_mapping = slot_mapping
+        cos, sin = self.rotary(positions, lengths)
+        return self.model.forward(input_ids, ForwardContext(self.cache.tensor, metadata, cos, sin))
+
+    def _copy_blocks(self, staged: StagedStep) -> None:
+        if len(staged.copies):
+            self.cache.copy(staged.copies.long())
+
+
+def _decode_spans(slots: torch.Tensor) -> torch.Tensor:
+    """[rows, 4] spans of decode rows alone."""
+    rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    ones = torch.ones_like(slots)
+    return torch.stack([slots, -ones, ones, rows], 1)

@@ -1,0 +1,126 @@
+"""The slots on a GPU: one copy brings all that a step changes, and kernels put it in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gpu_worker.host_copies import Staging
+from gpu_worker.host_slots import HostSlots
+from gpu_worker.kernels.state_kernels import append_blocks, scatter_new
+from shared.messages import Step
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StagedStep:
+    """The arrays of a step, int32 on the device."""
+
+    decode: torch.Tensor
+    """Slots, as they were given."""
+    spans: torch.Tensor
+    """[forward rows, 4] of a step that has prefills: slot, start (-1: its newest token), count, first token."""
+    sample: torch.Tensor
+    """[samples] index of the token whose logits are wanted, among the step's tokens."""
+    sample_slots: torch.Tensor
+    """[samples]."""
+    copies: torch.Tensor
+    """[copies, 2] source block, destination block."""
+    extra: list[torch.Tensor]
+    """What the caller added."""
+
+
+class CudaState(HostSlots):
+    """Tensors by slot, and one row more, the padding slot, which is always empty.
+
+    Attributes:
+        token_ids: [slots + 1, max_model_len] int32.
+        num_tokens: [slots + 1] int32.
+        prompt_len: [slots + 1] int32.
+        limit: [slots + 1] int32.
+        block_tables: [slots + 1, max_blocks] int32; 0 is the null block.
+        block_counts: [slots] int64 on the host, blocks in each table.
+    """
+
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        super().__init__(num_slots, max_model_len)
+        self.device = device
+        self.padding_slot = num_slots
+        self.max_blocks = -(-max_model_len // block_size)
+        rows = num_slots + 1
+        self.token_ids = torch.zeros(rows, max_model_len, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(rows, self.max_blocks, dtype=torch.int32, device=device)
+        self.num_tokens, self.prompt_len, self.limit = torch.zeros(3, rows, dtype=torch.int32, device=device)
+        self.block_counts: Int64 = np.zeros(num_slots, np.int64)
+        self.staging = Staging(device)
+
+    def reset(self) -> None:
+        """Forget all requests; addresses stay."""
+        super().__init__(self.num_slots, self.max_model_len)
+        self.block_counts[:] = 0
+        for tensor in (self.block_tables, self.num_tokens, self.prompt_len, self.limit):
+            tensor.zero_()
+
+    def padded(self, slots: Int32, rows: int) -> Int32:
+        """[rows] ``slots``, then the padding slot."""
+        padded = np.full(rows, self.padding_slot, np.int32)
+        padded[: len(slots)] = slots
+        return padded
+
+    def update(self, step: Step, decode: Int32, *extra: Int32) -> StagedStep:
+        """Bring a step to the device, and enter what it changes: slots taken, blocks appended.
+
+        Args:
+            decode: the slots of the decode rows, as they are wanted on the device.
+            extra: arrays to be brought along.
+        """
+        self.release(step.released.astype(np.int64))
+        self.block_counts[step.released] = 0
+        requests, longest = self._enter(step)
+        blocks = self._blocks(step)
+        spans, sample = _forward_rows(step)
+        arrays = (requests, step.new_tokens, blocks, decode, spans, sample, step.sample[:, 1], step.copies, *extra)
+        staged = self.staging.copy(*arrays)
+        scatter_new(staged[0], staged[1], longest, self.token_ids, self.num_tokens, self.prompt_len, self.limit)
+        append_blocks(staged[2], self.block_tables)
+        decode_slots, rows, samples, sample_slots, copies, *others = staged[3:]
+        return StagedStep(decode_slots, rows, samples, sample_slots, copies, others)
+
+    def _enter(self, step: Step) -> tuple[Int32, int]:
+        """[new, 5] as ``scatter_new`` wants it, and the most tokens of one request."""
+        if not step.new:
+            return np.empty((0, 5), np.int32), 0
+        slots, lengths = self.enter(step.new)
+        offsets = np.cumsum(lengths) - lengths
+        columns = (slots, offsets, lengths, self.host_prompt[slots], self.host_limit[slots])
+        return np.stack(columns, 1).astype(np.int32), int(lengths.max())
+
+    def _blocks(self, step: Step) -> Int32:
+        """[blocks, 3] as ``append_blocks`` wants it; the blocks of a slot come in their order."""
+        slots = step.blocks[:, 0]
+        if not len(slots):
+            return np.empty((0, 3), np.int32)
+        order = np.argsort(slots, kind="stable")
+        ranked = slots[order]
+        first = np.flatnonzero(np.r_[True, ranked[1:] != ranked[:-1]])
+        within = np.arange(len(ranked)) - np.repeat(first, np.diff(np.r_[first, len(ranked)]))
+        entries = np.stack([ranked, self.block_counts[ranked] + within, step.blocks[order, 1]], 1).astype(np.int32)
+        np.add.at(self.block_counts, slots, 1)
+        return entries
+
+
+def _forward_rows(step: Step) -> tuple[Int32, Int32]:
+    """Spans of a step with prefills (none of one without), and which token each sample row takes its logits from."""
+    if not len(step.prefill):
+        return np.empty((0, 4), np.int32), step.sample[:, 0]
+    counts = np.concatenate([step.prefill[:, 2], np.ones(len(step.decode), np.int32)])
+    ends = np.cumsum(counts)
+    slots = np.concatenate([step.prefill[:, 0], step.decode])
+    starts = np.concatenate([step.prefill[:, 1], np.full(len(step.decode), -1, np.int32)])
+    spans = np.stack([slots, starts, counts, ends - counts], 1).astype(np.int32)
+    return spans, (ends[step.sample[:, 0]] - 1).astype(np.int32)

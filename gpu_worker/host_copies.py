@@ -1,0 +1,94 @@
+"""Small arrays to the device and back without a wait: pinned buffers, used in turn."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32 = npt.NDArray[np.int32]
+DEPTH = 4
+"""Buffers that are used in turn: the steps in flight, the one that is made, and one to spare."""
+
+
+class Staging:
+    """Carries the arrays of each step to the device in one copy.
+
+    The copy runs on a stream of its own, so that it passes the steps that still compute. A buffer is written again only
+    when the step that read it is done (``release`` marks that).
+
+    Args:
+        capacity: int32 values that one buffer holds at first; it grows when a step needs more.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._buffers = [_Buffer(capacity, device) for _ in range(DEPTH)]
+        self._turn = 0
+
+    def copy(self, *arrays: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> list[torch.Tensor]:
+        """The arrays as int32 tensors on the device, each of its array's shape; valid until ``release`` and for three
+        more calls. The current stream waits for the copy, the host does not.
+
+        Each begins at a multiple of 16 bytes.
+        """
+        starts = np.cumsum([0, *(-(-array.size // 4) * 4 for array in arrays)])
+        buffer = self._next(int(starts[-1]))
+        for array, start in zip(arrays, starts, strict=False):
+            buffer.numpy[start : start + array.size] = array.reshape(-1)
+        total = int(starts[-1])
+        if self._stream is None:
+            buffer.device[:total].copy_(buffer.host[:total])
+        else:
+            with torch.cuda.stream(self._stream):
+                buffer.device[:total].copy_(buffer.host[:total], non_blocking=True)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return [
+            buffer.device[start : start + array.size].view(array.shape)
+            for array, start in zip(arrays, starts, strict=False)
+        ]
+
+    def release(self) -> None:
+        """All that reads the last copy has been launched on the current stream."""
+        if (done := self._buffers[self._turn].done) is not None:
+            done.record()
+
+    def _next(self, size: int) -> _Buffer:
+        self._turn = (self._turn + 1) % DEPTH
+        buffer = self._buffers[self._turn]
+        if buffer.done is not None:
+            buffer.done.synchronize()
+        if buffer.host.numel() < size:
+            buffer = self._buffers[self._turn] = _Buffer(2 * size, self._device)
+        return buffer
+
+
+class _Buffer:
+    def __init__(self, size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.host = torch.empty(size, dtype=torch.int32, pin_memory=cuda)
+        self.numpy: Int32 = self.host.numpy()
+        self.device = torch.empty(size, dtype=torch.int32, device=device)
+        self.done: torch.cuda.Event | None = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+
+
+class Returned:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        """Begin to copy on the current stream."""
+        if tensors and tensors[0].is_cuda:
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event: torch.cuda.Event | None = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host, self._event = [tensor.clone() for tensor in tensors], None
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors on the host; waits without holding the interpreter's lock."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

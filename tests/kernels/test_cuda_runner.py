@@ -1,0 +1,134 @@
+"""The runner of the GPU under the real scheduler: graphs, staged steps and kernels give the ids of the CPU's runner."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runner_harness import make_runner, worker_config
+from tiny_models import ARCHITECTURES, VOCABULARY, TinyModels
+
+from core_engine.core import CoreConfig, EngineCore
+from core_engine.request import Request
+from core_engine.scheduler import SchedulerConfig
+from gpu_worker import kernels
+from gpu_worker.attention.base import AttentionShape
+from gpu_worker.attention.triton_paged import TritonPagedAttention
+from gpu_worker.cuda_runner import CudaRunner
+from gpu_worker.kv_cache import KVCache
+from gpu_worker.loading.load_model import load_model
+from gpu_worker.loading.open_weights import open_weights
+from shared.messages import Epoch, Step, StepResult
+from shared.model_config import load_model_config
+from shared.model_source import local_source
+from shared.sampling import SamplingParams
+
+ON_GPU = torch.cuda.is_available()
+OUTPUT = 24 if ON_GPU else 5
+MAX_MODEL_LEN, NUM_SLOTS, NUM_BLOCKS = 96, 6, 24
+NO_IDS = np.empty(0, np.int32)
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=OUTPUT, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, logprobs=3),
+    SamplingParams(
+        temperature=1.0, seed=7, top_k=20, top_p=0.9, repetition_penalty=1.2, max_tokens=OUTPUT, ignore_eos=True
+    ),
+    SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, prompt_logprobs=1),
+]
+
+
+def cuda_runner(folder: Path, device: torch.device, *, graphs: bool = True) -> CudaRunner:
+    source = local_source(folder, str(folder))
+    config, shape = worker_config(folder), load_model_config(source)
+    attention = TritonPagedAttention(
+        AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size),
+        device,
+        cache_dtype=torch.float32,
+        max_rows=8,
+        max_context=MAX_MODEL_LEN,
+    )
+    weights = open_weights(source, shape, "auto", 0)
+    model = load_model(shape, weights, attention, torch.float32, device, False)
+    cache = KVCache(shape.num_layers, attention, torch.float32, device, 0, NUM_BLOCKS)
+    return CudaRunner(
+        shape,
+        model,
+        attention,
+        cache,
+        block_size=config.block_size,
+        num_slots=NUM_SLOTS,
+        max_model_len=MAX_MODEL_LEN,
+        graphs=graphs,
+    )
+
+
+def generate(runner: Any, prompts: list[list[int]], depth: int) -> tuple[list[list[int]], list[list[bytes]]]:
+    """The ids of each prompt and the records of its tokens; ``depth`` steps are planned ahead."""
+    scheduler = SchedulerConfig(
+        max_num_seqs=NUM_SLOTS - 2, max_num_batched_tokens=24, max_prefill_tokens=24, max_model_len=MAX_MODEL_LEN
+    )
+    core = EngineCore(CoreConfig(scheduler=scheduler, vocab_size=VOCABULARY, steps_in_flight=depth))
+    core.begin_epoch("worker", Epoch(1, 1), NUM_BLOCKS)
+    replica, order = core.replicas[0], itertools.count()
+    requests = [
+        Request(f"r{index}", PARAMS[index % len(PARAMS)], np.array(prompt, np.int32), next(order), 0.0, frozenset())
+        for index, prompt in enumerate(prompts)
+    ]
+    for request in requests:
+        core.submit(request, {0: NO_IDS})
+    outputs: dict[str, list[int]] = {request.rid: [] for request in requests}
+    records: dict[str, list[bytes]] = {request.rid: [] for request in requests}
+    window: deque[tuple[Step, Any]] = deque()
+    while not all(request.finished for request in requests) or window:
+        while (step := core.plan(replica)) is not None:
+            window.append((step, runner.launch(step)))
+        step, launched = window.popleft()
+        output = launched.wait()
+        result = StepResult(
+            step.epoch, step.number, output.tokens, NO_IDS, output.logprobs, prompt_logprobs=output.prompt_logprobs
+        )
+        settled = core.settle(replica, result)
+        for sequence, token in zip(settled.sequences, settled.tokens.tolist(), strict=True):
+            outputs[sequence.request.rid].append(token)
+        for index, record in settled.records:
+            records[settled.sequences[index].request.rid].append(record)
+    return list(outputs.values()), list(records.values())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ids_are_those_of_the_cpu(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch, architecture: str, depth: int
+) -> None:
+    if not ON_GPU and (architecture != "qwen3" or depth == 1):
+        pytest.skip("the interpreter takes a minute for each")
+    folder = tiny_models.folder(architecture)
+    prompts = [[(37 * index + 11 * salt) % 300 + 20 for index in range(3 + 7 * salt)] for salt in range(5)]
+    expected = generate(make_runner(folder, max_model_len=MAX_MODEL_LEN, num_slots=NUM_SLOTS), prompts, depth)
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
+    for graphs in (True, False):
+        found = generate(cuda_runner(folder, device, graphs=graphs), prompts, depth)
+        assert found[0] == expected[0]
+        assert [len(each) for each in found[1]] == [len(each) for each in expected[1]]
+
+
+def test_another_cache_is_used_by_steps_of_known_shapes(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
+    folder = tiny_models.folder("llama")
+    runner = cuda_runner(folder, device)
+    prompts = [[40, 41, 42, 43, 44]]
+    before, _ = generate(runner, prompts, 2)
+    old = runner.cache
+    runner.use_cache(KVCache(runner.config.num_layers, runner.backend, torch.float32, device, 0, NUM_BLOCKS))
+    old.tensor.fill_(float("nan"))
+    after, _ = generate(runner, prompts, 2)
+    assert after == before
+    assert runner.cache.tensor.abs().sum() > 0
