@@ -5,8 +5,8 @@ Arrays have one row for each slot and a last one for the padding slot, all int32
     token_ids [slots + 1, max_model_len]     num_tokens [slots + 1]     prompt_len [slots + 1]
     block_tables [slots + 1, max_blocks]     limit [slots + 1]: no token is written at or beyond it
 
-The padding slot has no tokens and the limit 0: its tokens are read as id 0 at position 0, their keys and values go nowhere,
-and nothing is appended to it.
+The padding slot has no tokens and the limit 0: its tokens are read as id 0 at position 0, their keys and values go
+nowhere, and nothing is appended to it.
 """
 
 from __future__ import annotations
