@@ -127,12 +127,12 @@ def _keep_prompt_records(step: StepInFlight, result: StepResult) -> None:
     given = dict(result.prompt_logprobs)
     for row, (sequence, num_settled) in enumerate(step.prefills):
         if sequence.scoring:
-            held, records = sequence.prompt_records or [], given.pop(row, [])
+            held, records = sequence.prompt_records, given.pop(row, [])
+            assert held is not None
             if len(held) + len(records) != min(num_settled, sequence.prompt_len - 1):
                 words = f"{len(records)} log-probabilities of a prompt after {len(held)}"
                 raise ProtocolError(f"{words} in step {step.number}")
             held += records
-            sequence.prompt_records = held
     if given:
         raise ProtocolError(f"log-probabilities of a prompt that were not asked for in step {step.number}")
 

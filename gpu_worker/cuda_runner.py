@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from gpu_worker import cuda_mixed
 from gpu_worker.attention.triton_paged import Metadata, PrefillTiles, TritonPagedAttention
 from gpu_worker.cuda_graphs import GraphCache, padded_size, padded_sizes
 from gpu_worker.cuda_mixed import MixedShape
-from gpu_worker.cuda_state import CudaState, StagedStep
+from gpu_worker.cuda_state import CudaState, Int32, forward_rows
 from gpu_worker.forward_context import ForwardContext
 from gpu_worker.host_copies import Returned
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
@@ -34,7 +35,6 @@ from shared.messages import Step
 from shared.model_config import ModelConfig
 
 Int64 = npt.NDArray[np.int64]
-NO_SLOTS = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,22 +148,11 @@ class CudaRunner:
     def _run_decode(self, step: Step, variant: Variant) -> Samples:
         """All rows of a step that decodes only."""
         size = padded_size(len(step.decode), self.sizes) or len(step.decode)
-        staged = self.state.update(step, self.state.padded(step.decode, size))
-        self._copy_blocks(staged)
-        key = (size, variant)
+        (slots,) = self._update(step, self.state.padded(step.decode, size))
         if size > self.sizes[-1]:
-            return self._decode(staged.decode, variant)
-        if key not in self._samples:
-            # The first time, every kernel must be compiled and loaded before it can be captured. Padding rows change
-            # nothing.
-            self._slots.fill_(self.state.padding_slot)
-            self._samples[key] = self._decode(self._slots[:size], variant)
-        self._slots[:size].copy_(staged.decode)
-        self._graphs.run(key, lambda: self._decode_into(size, variant))
-        return self._samples[key]
-
-    def _decode_into(self, size: int, variant: Variant) -> None:
-        self._samples[size, variant] = self._decode(self._slots[:size], variant)
+            return self._decode(slots, variant)
+        fixed, nobody = self._slots[:size], np.full(size, self.state.padding_slot, np.int32)
+        return self._replay((size, variant), fixed, nobody, slots, lambda: self._decode(fixed, variant))
 
     def _decode(self, slots: torch.Tensor, variant: Variant) -> Samples:
         """Launch a decode step of ``slots`` [rows] int32; reads and writes nothing but what is on the device."""
@@ -171,9 +160,7 @@ class CudaRunner:
         inputs = gather_decode_inputs(slots, state.token_ids, state.num_tokens, state.block_tables, self.block_size)
         metadata = self.backend.prepare_decode(slots, inputs.context_lens, state.block_tables)
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
-        samples = self.sampler.sample(self.model.logits(hidden), slots, state, variant)
-        write_back(slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
-        return samples
+        return self._sample(hidden, slots, variant)
 
     # -- prefills, and decode rows beside them -----------------------------------------------------------------------
 
@@ -183,13 +170,12 @@ class CudaRunner:
         ends = np.cumsum(counts, dtype=np.int64)
         contexts = np.stack([step.prefill[:, 0], ends - counts, counts, starts + counts], 1).astype(np.int32)
         tiles = self.backend.cut_prefill(contexts)
-        staged = state.update(step, step.decode, tiles.table)
-        self._copy_blocks(staged)
+        arrays = (tiles.table, step.decode, *forward_rows(step), step.sample[:, 1])
+        table, decode, spans, sample, sample_slots = self._update(step, *arrays)
         num_prefill = int(counts.sum())
         total = num_prefill + num_decodes
         if not total:
-            return Samples(torch.empty(0, dtype=torch.int32, device=self.device), None), None
-        spans = staged.spans if len(step.prefill) else _decode_spans(staged.decode)
+            return self._no_samples(), None
         inputs = gather_span_inputs(
             spans,
             total,
@@ -201,18 +187,15 @@ class CudaRunner:
             self.block_size,
         )
         metadata = self.backend.prepare_mixed(
-            tiles, staged.extra[0], num_prefill, staged.decode, inputs.positions[num_prefill:] + 1, state.block_tables
+            tiles, table, num_prefill, decode, inputs.positions[num_prefill:] + 1, state.block_tables
         )
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.lengths, inputs.slot_mapping, metadata)
         prompts = self.prompt_logprobs.score(
             step.prefill, state.host_prompt, state.token_ids, hidden, self.model.logits
         )
         if not len(step.sample):
-            return Samples(torch.empty(0, dtype=torch.int32, device=self.device), None), prompts
-        logits = self.model.logits(hidden.index_select(0, staged.sample))
-        samples = self.sampler.sample(logits, staged.sample_slots, state, variant)
-        write_back(staged.sample_slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
-        return samples, prompts
+            return self._no_samples(), prompts
+        return self._sample(hidden.index_select(0, sample), sample_slots, variant), prompts
 
     # -- the same in a graph -----------------------------------------------------------------------------------------
 
@@ -224,20 +207,10 @@ class CudaRunner:
         return cuda_mixed.shape_of(step, self._tile_tokens, self.sizes[-1])
 
     def _run_mixed_graph(self, step: Step, shape: MixedShape, variant: Variant) -> Samples:
-        packed = cuda_mixed.pack(shape, self.state.padding_slot, step)
-        staged = self.state.update(step, NO_SLOTS, packed)
-        self._copy_blocks(staged)
-        key = (shape, variant)
-        inputs = self._mixed_inputs[: shape.size]
-        if key not in self._samples:
-            inputs.copy_(torch.from_numpy(cuda_mixed.padding(shape, self.state.padding_slot)))
-            self._samples[key] = self._mixed(shape, variant)
-        inputs.copy_(staged.extra[0])
-        self._graphs.run(key, lambda: self._mixed_into(shape, variant))
-        return self._samples[key]
-
-    def _mixed_into(self, shape: MixedShape, variant: Variant) -> None:
-        self._samples[shape, variant] = self._mixed(shape, variant)
+        padding_slot = self.state.padding_slot
+        (packed,) = self._update(step, cuda_mixed.pack(shape, padding_slot, step))
+        fixed, nobody = self._mixed_inputs[: shape.size], cuda_mixed.padding(shape, padding_slot)
+        return self._replay((shape, variant), fixed, nobody, packed, lambda: self._mixed(shape, variant))
 
     def _mixed(self, shape: MixedShape, variant: Variant) -> Samples:
         """Launch the step that ``_mixed_inputs`` describes."""
@@ -262,10 +235,7 @@ class CudaRunner:
         # What no row writes is zero: garbage of one step would grow in the next.
         metadata.num_tokens = rows
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
-        logits = self.model.logits(hidden.index_select(0, step.sample))
-        samples = self.sampler.sample(logits, step.sample_slots, state, variant)
-        write_back(step.sample_slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
-        return samples
+        return self._sample(hidden.index_select(0, step.sample), step.sample_slots, variant)
 
     def _prefill_config(self, tokens: int) -> PrefillConfig:
         """How attention is cut in graphs: as for one prompt of so many tokens."""
@@ -288,13 +258,47 @@ class CudaRunner:
         cos, sin = self.rotary(positions, lengths)
         return self.model.forward(input_ids, ForwardContext(self.cache.tensor, metadata, cos, sin))
 
-    def _copy_blocks(self, staged: StagedStep) -> None:
-        if len(staged.copies):
-            self.cache.copy(staged.copies.long())
+    def _update(self, step: Step, *arrays: Int32) -> list[torch.Tensor]:
+        """Enter what a step changes; ``arrays`` come along to the device."""
+        copies, *staged = self.state.update(step, step.copies, *arrays)
+        if len(copies):
+            self.cache.copy(copies.long())
+        return staged
 
+    def _replay(
+        self,
+        key: tuple[int | MixedShape, Variant],
+        fixed: torch.Tensor,
+        nobody: Int32,
+        inputs: torch.Tensor,
+        launch: Callable[[], Samples],
+    ) -> Samples:
+        """Run a step of a fixed shape.
 
-def _decode_spans(slots: torch.Tensor) -> torch.Tensor:
-    """[rows, 4] spans of decode rows alone."""
-    rows = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
-    ones = torch.ones_like(slots)
-    return torch.stack([slots, -ones, ones, rows], 1)
+        Args:
+            fixed: the memory that ``launch`` reads its rows from.
+            nobody: what is there when all rows are padding.
+            inputs: the step's rows.
+        """
+
+        def launch_and_keep() -> None:
+            self._samples[key] = launch()
+
+        if key not in self._samples:
+            # The first time, every kernel must be compiled and loaded before it can be captured. Padding rows change
+            # nothing.
+            fixed.copy_(torch.from_numpy(nobody))
+            launch_and_keep()
+        fixed.copy_(inputs)
+        self._graphs.run(key, launch_and_keep)
+        return self._samples[key]
+
+    def _sample(self, hidden: torch.Tensor, slots: torch.Tensor, variant: Variant) -> Samples:
+        """A token for each of ``slots`` [rows] from ``hidden`` [rows, hidden], written to the slots' state."""
+        state = self.state
+        samples = self.sampler.sample(self.model.logits(hidden), slots, state, variant)
+        write_back(slots, samples.tokens, state.token_ids, state.num_tokens, state.limit)
+        return samples
+
+    def _no_samples(self) -> Samples:
+        return Samples(torch.empty(0, dtype=torch.int32, device=self.device), None)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,24 +13,6 @@ from shared.messages import Step
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StagedStep:
-    """The arrays of a step, int32 on the device."""
-
-    decode: torch.Tensor
-    """Slots, as they were given."""
-    spans: torch.Tensor
-    """[forward rows, 4] of a step that has prefills: slot, start (-1: its newest token), count, first token."""
-    sample: torch.Tensor
-    """[samples] index of the token whose logits are wanted, among the step's tokens."""
-    sample_slots: torch.Tensor
-    """[samples]."""
-    copies: torch.Tensor
-    """[copies, 2] source block, destination block."""
-    extra: list[torch.Tensor]
-    """What the caller added."""
 
 
 class CudaState(HostSlots):
@@ -72,24 +52,18 @@ class CudaState(HostSlots):
         padded[: len(slots)] = slots
         return padded
 
-    def update(self, step: Step, decode: Int32, *extra: Int32) -> StagedStep:
-        """Bring a step to the device, and enter what it changes: slots taken, blocks appended.
-
-        Args:
-            decode: the slots of the decode rows, as they are wanted on the device.
-            extra: arrays to be brought along.
-        """
+    def update(self, step: Step, *arrays: Int32) -> list[torch.Tensor]:
+        """Enter what a step changes: slots taken, blocks appended. Returns ``arrays``, int32 on the device, which were
+        brought along."""
         self.release(step.released.astype(np.int64))
         self.block_counts[step.released] = 0
         requests, longest = self._enter(step)
-        blocks = self._blocks(step)
-        spans, sample = _forward_rows(step)
-        arrays = (requests, step.new_tokens, blocks, decode, spans, sample, step.sample[:, 1], step.copies, *extra)
-        staged = self.staging.copy(*arrays)
-        scatter_new(staged[0], staged[1], longest, self.token_ids, self.num_tokens, self.prompt_len, self.limit)
-        append_blocks(staged[2], self.block_tables)
-        decode_slots, rows, samples, sample_slots, copies, *others = staged[3:]
-        return StagedStep(decode_slots, rows, samples, sample_slots, copies, others)
+        requests_there, tokens, blocks, *staged = self.staging.copy(
+            requests, step.new_tokens, self._blocks(step), *arrays
+        )
+        scatter_new(requests_there, tokens, longest, self.token_ids, self.num_tokens, self.prompt_len, self.limit)
+        append_blocks(blocks, self.block_tables)
+        return staged
 
     def _enter(self, step: Step) -> tuple[Int32, int]:
         """[new, 5] as ``scatter_new`` wants it, and the most tokens of one request."""
@@ -114,10 +88,9 @@ class CudaState(HostSlots):
         return entries
 
 
-def _forward_rows(step: Step) -> tuple[Int32, Int32]:
-    """Spans of a step with prefills (none of one without), and which token each sample row takes its logits from."""
-    if not len(step.prefill):
-        return np.empty((0, 4), np.int32), step.sample[:, 0]
+def forward_rows(step: Step) -> tuple[Int32, Int32]:
+    """The rows of a step, prefills first: [rows, 4] slot, start (-1: its newest token), count, first token; and for
+    each sample row the token whose logits it wants."""
     counts = np.concatenate([step.prefill[:, 2], np.ones(len(step.decode), np.int32)])
     ends = np.cumsum(counts)
     slots = np.concatenate([step.prefill[:, 0], step.decode])
