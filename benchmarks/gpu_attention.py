@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from gpu_worker.attention.base import AttentionShape
+from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode, prefill_tiles
 from gpu_worker.kernels.paged_decode import DecodeConfig, decode, decode_config, make_decode_workspace
@@ -297,7 +297,7 @@ def worst_error(shape: Shape, spans: list[tuple[int, int]], dtype: torch.dtype, 
         caches.contexts[len(long) :], caches.tables,
     )  # fmt: skip
     query = torch.randn((int(starts[-1]), shape.heads, shape.head_dim), dtype=model_dtype, device="cuda")
-    result = backend.attend(query, caches.layers[0], metadata, shape.head_dim**-0.5, window).float()
+    result = backend.attend(query, caches.layers[0], metadata, shape.head_dim**-0.5, window, KVScales()).float()
     worst = 0.0
     for slot, (count, context) in enumerate(spans):
         blocks = caches.tables[slot, : -(-context // shape.block_size)].long()

@@ -17,6 +17,7 @@ from core_engine.scheduler import Scheduler, SchedulerConfig
 from core_engine.settle import Settled, StopTable, settle
 from core_engine.slot_table import SlotTable
 from core_engine.step_record import StepRecord
+from core_engine.step_time import StepTimeModel
 from shared.errors import ErrorCode, ProtocolError, RequestError
 from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
 
@@ -196,7 +197,12 @@ class EngineCore:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
                 self.on_first_token(sequence)
-        self.metrics.stepped(step.num_tokens, len(settled.tokens), len(result.tokens) - len(settled.tokens))
+        if replica.step_time is not None:
+            replica.step_time.observe(step.load, result.compute_s)
+        if step.predicted_s is not None:
+            self.metrics.timed(step.predicted_s, result.compute_s)
+        self.metrics.computed(result.compute_s, result.idle_s if len(step.rows) > len(step.prefills) else 0.0)
+        self.metrics.stepped(step.load.tokens, len(settled.tokens), len(result.tokens) - len(settled.tokens))
         for sequence in settled.finished:
             assert sequence.finish_reason is not None
             self._ended(sequence, sequence.finish_reason)
@@ -217,7 +223,9 @@ class EngineCore:
             eviction=self.config.eviction,
         )
         slots = SlotTable(self.config.num_slots, self.config.scheduler.max_model_len)
-        self.replicas.append(Replica(name, epoch, kv, slots, self.waiting))
+        target = self.scheduler.config.chunk_target
+        step_time = StepTimeModel(target.prior) if target is not None else None
+        self.replicas.append(Replica(name, epoch, kv, slots, self.waiting, step_time))
         refused: list[tuple[Sequence, RequestError]] = []
         for sequence in list(self.waiting):
             try:

@@ -19,6 +19,7 @@ SECONDS = (
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
+RATIOS = (0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class EngineMetrics:
@@ -53,8 +54,13 @@ class EngineMetrics:
         self._prefill = registry.histogram("vllm:request_prefill_time_seconds", SECONDS)
         self._decode = registry.histogram("vllm:request_decode_time_seconds", SECONDS)
         self._inference = registry.histogram("vllm:request_inference_time_seconds", SECONDS)
+        self._compute = registry.counter("headrace:step_compute_seconds")
+        self._idle = registry.counter("headrace:step_idle_seconds")
         self.overrun_rows = registry.counter("headrace:overrun_rows")
         """Rows that were computed for sequences which had ended meanwhile."""
+        self.chunk_limit = registry.gauge("headrace:prefill_chunk_limit_tokens")
+        """Most prefill tokens that the last step with decode rows could take within ``--target-itl-ms``."""
+        self._time_ratio = registry.histogram("headrace:step_time_measured_to_predicted_ratio", RATIOS)
         self.stale_messages = registry.gauge("headrace:stale_messages")
         """Messages of an old epoch that were dropped."""
         self.malformed_messages = registry.gauge("headrace:malformed_messages")
@@ -67,11 +73,21 @@ class EngineMetrics:
         self.prompt_tokens.inc(sequence.prompt_len)
         self.cached_prompt_tokens.inc(sequence.cached_tokens)
 
+    def computed(self, compute_s: float, idle_s: float) -> None:
+        """A step took so long on the device, which had nothing to do before it although requests were decoding."""
+        self._compute.inc(compute_s)
+        self._idle.inc(idle_s)
+
     def stepped(self, num_tokens: int, num_generated: int, num_discarded: int) -> None:
         """A step was settled: tokens that it computed, tokens that it added to outputs, rows that came to nothing."""
         self._step_tokens.observe(num_tokens)
         self.generated_tokens.inc(num_generated)
         self.overrun_rows.inc(num_discarded)
+
+    def timed(self, predicted_s: float, measured_s: float) -> None:
+        """A step whose prefills were cut to a predicted time was settled."""
+        if measured_s > 0.0:
+            self._time_ratio.observe(measured_s / predicted_s)
 
     def refused(self, *, queue_full: bool) -> None:
         self._success.labels("error").inc()

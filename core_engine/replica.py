@@ -14,6 +14,7 @@ from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.queues import WaitingQueue
 from core_engine.request import Exit, Sequence
 from core_engine.slot_table import Slots, SlotTable
+from core_engine.step_time import StepLoad, StepTimeModel
 from shared.messages import Epoch
 
 
@@ -28,8 +29,9 @@ class StepInFlight:
     """[samples] slots that get a token, in the order of ``Step.sample``."""
     prefills: list[tuple[Sequence, int]]
     """Prefill rows: the sequence, and its tokens whose KV is written after the step."""
-    num_tokens: int
-    """Tokens that it computes."""
+    load: StepLoad
+    predicted_s: float | None
+    """Time that it was planned for; None: its prefills were not cut by time, or it has none."""
 
 
 class Replica:
@@ -42,12 +44,15 @@ class Replica:
         kv: KVCacheManager,
         slots: SlotTable,
         waiting: WaitingQueue,
+        step_time: StepTimeModel | None = None,
     ) -> None:
         self.name = name
         self.epoch = epoch
         self.kv = kv
         self.slots = slots
         self.waiting = waiting
+        self.step_time = step_time
+        """None: the times of its steps are of no interest."""
         self.window: deque[StepInFlight] = deque()
         self.num_steps = 0
         self.prefilling: list[Sequence] = []

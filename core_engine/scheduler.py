@@ -13,12 +13,14 @@ from collections.abc import Callable
 import numpy as np
 
 from core_engine.admission import Admission
+from core_engine.chunking import ChunkLimit, ChunkTarget
 from core_engine.metrics import EngineMetrics
 from core_engine.queues import WaitingQueue
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Sequence
 from core_engine.slot_table import Slots
 from core_engine.step_record import RowRecord, StepRecord
+from core_engine.step_time import StepLoad
 from shared.messages import Int32, SlotInit, Step
 
 _NOTHING: Int32 = np.empty(0, np.int32)
@@ -34,6 +36,8 @@ class SchedulerConfig:
     max_prefill_tokens: int
     max_num_partial_prefills: int = 1
     enable_chunked_prefill: bool = True
+    chunk_target: ChunkTarget | None = None
+    """None: chunks are cut by the token budget alone."""
     max_model_len: int
 
 
@@ -52,6 +56,8 @@ class _Draft:
     stalled: list[int] = dataclasses.field(default_factory=list)
     """Slots that wait for blocks which leaving sequences will give back."""
     num_preempted: int = 0
+    limit: ChunkLimit | None = None
+    """None: nothing decodes beside the prefills, or there is no target to keep."""
 
 
 class Scheduler:
@@ -79,6 +85,7 @@ class Scheduler:
         draft = _Draft()
         decode = self._plan_decodes(replica, draft)
         budget = min(self.config.max_num_batched_tokens - len(decode), self.config.max_prefill_tokens)
+        draft.limit = self._limit(replica, decode)
         budget = self._plan_prefills(replica, draft, budget)
         if self.waiting and not draft.num_preempted and not replica.num_draining_preemptions:
             self._admit(replica, draft, budget)
@@ -146,15 +153,35 @@ class Scheduler:
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
+    def _limit(self, replica: Replica, decode: Slots) -> ChunkLimit | None:
+        """What prefills may add to a step with these decode rows."""
+        target, model = self.config.chunk_target, replica.step_time
+        num_prompts = len(replica.prefilling) + len(self.waiting)
+        if target is None or model is None or not num_prompts or not len(decode):
+            return None
+        context = int(replica.slots.num_computed[decode].sum()) + len(decode)
+        limit = ChunkLimit(target, model, num_decodes=len(decode), context=context, num_prompts=num_prompts)
+        self._metrics.chunk_limit.set(limit.room(0))
+        return limit
+
     def _plan_prefills(self, replica: Replica, draft: _Draft, budget: int) -> int:
         """Go on with prompts that are partly computed. Returns the tokens left."""
-        share = self._share(replica, budget)
+        limit = draft.limit
+        share = self._share(replica, budget, limit)
         for sequence in replica.prefilling:
-            count = min(self._missing(replica, sequence), share, budget)
-            if count > 0:
-                draft.prefills.append((sequence, count))
-                budget -= count
+            if budget == 0 or (limit is not None and not limit.is_open):
+                break
+            count = self._chunk(replica, sequence, min(share, budget), limit)
+            draft.prefills.append((sequence, count))
+            budget -= count
         return budget
+
+    def _chunk(self, replica: Replica, sequence: Sequence, budget: int, limit: ChunkLimit | None) -> int:
+        """Tokens of a prompt that this step computes, 1 to ``budget``."""
+        missing = self._missing(replica, sequence)
+        if limit is None:
+            return min(missing, budget)
+        return limit.take(int(replica.slots.num_computed[sequence.slot]), missing, budget)
 
     def _admit(self, replica: Replica, draft: _Draft, budget: int) -> None:
         """Let waiting sequences in, in order, until the first that finds no slot, blocks or tokens."""
@@ -162,21 +189,28 @@ class Scheduler:
         partial = sum(count < self._missing(replica, sequence) for sequence, count in draft.prefills)
         partial += len(replica.prefilling) - len(draft.prefills)
         num_active = int(slots.decoding.sum()) + len(replica.prefilling)
-        share = self._share(replica, budget)
+        limit = draft.limit
+        share = self._share(replica, budget, limit)
         while budget > 0 and num_active < config.max_num_seqs and slots.num_free:
             sequence = self._next_waiting(replica)
-            if sequence is None:
+            if sequence is None or (limit is not None and not limit.is_open):
                 return
             may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
             reserve = self.admission.reserve(replica, sequence)
             if reserve >= replica.kv.pool.num_free:
                 return
-            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=None if may_be_cut else budget)
+            whole = budget if limit is None else min(budget, limit.room(0))
+            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=None if may_be_cut else whole)
             if num_cached is None:
                 return
             self._place(replica, draft, sequence, num_cached)
             missing = len(sequence.tokens) - num_cached
-            count = min(missing, max(share, 1), budget) if may_be_cut else missing
+            if may_be_cut:
+                count = self._chunk(replica, sequence, min(max(share, 1), budget), limit)
+            else:
+                count = missing
+                if limit is not None:
+                    limit.add(num_cached, count)
             draft.prefills.append((sequence, count))
             partial += count < missing
             budget -= count
@@ -201,8 +235,10 @@ class Scheduler:
             sequence.cached_tokens = min(num_cached, sequence.prompt_len)
             self._metrics.scheduled(sequence)
 
-    def _share(self, replica: Replica, budget: int) -> int:
+    def _share(self, replica: Replica, budget: int, limit: ChunkLimit | None) -> int:
         """Tokens of a step that one of several prompts may take, so that a short one passes a long one."""
+        if limit is not None:
+            budget = min(budget, max(limit.room(0), limit.least_chunk))
         prompts = min(self.config.max_num_partial_prefills, len(replica.prefilling) + len(self.waiting))
         return max(budget // max(prompts, 1), min(budget, 1))
 
@@ -243,8 +279,9 @@ class Scheduler:
             copies=_NO_COPIES,
         )
         ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence, _ in draft.prefills]
-        num_tokens = sum(count for _, count in draft.prefills) + len(decode)
-        replica.window.append(StepInFlight(step.number, rows, sampled, ends, num_tokens))
+        load = _load(prefill, len(decode), int(computed.sum()))
+        predicted_s = draft.limit.predicted_s if draft.limit is not None and draft.prefills else None
+        replica.window.append(StepInFlight(step.number, rows, sampled, ends, load, predicted_s))
         if self._recorder is not None:
             self._recorder(_record(replica, draft, decode))
         replica.released, replica.finished, replica.preempted = [], [], []
@@ -266,6 +303,14 @@ class Scheduler:
                 if slots.num_tokens[slot] + 1 < slots.limit[slot]:
                     replica.start_decoding(slot)
         return prefill, complete
+
+
+def _load(prefill: Slots, num_decodes: int, context: int) -> StepLoad:
+    """``prefill`` [p, 3]: slot, start, count."""
+    if not len(prefill):
+        return StepLoad(num_decodes, context, 0.0, False)
+    starts, counts = prefill[:, 1], prefill[:, 2]
+    return StepLoad(int(counts.sum()) + num_decodes, context, float((counts * (starts + counts / 2)).sum()), True)
 
 
 def _slot_init(sequence: Sequence, num_cached: int) -> SlotInit:

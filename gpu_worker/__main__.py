@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from gpu_worker.early_start import start_early
 from gpu_worker.threads import prepare_environment
 from gpu_worker.worker import Worker
 from shared.config import WORKER, Settings
@@ -12,6 +13,7 @@ from shared.lifecycle import EXIT_OK, install_signal_handlers, run_service
 
 def main(settings: Settings) -> None:
     prepare_environment()
+    start_early(settings.device)
     worker = Worker(settings)
     install_signal_handlers(worker.stop)
     worker.run()

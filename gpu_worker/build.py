@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 
 from gpu_worker.attention.base import AttentionBackend, AttentionShape
 from gpu_worker.attention.registry import make_backend
-from gpu_worker.device import keep_freed_memory, select_device, select_dtype
+from gpu_worker.device import keep_freed_memory, select_cache_dtype, select_device, select_dtype
 from gpu_worker.kv_cache import DEFAULT_CPU_BYTES, KVCache
 from gpu_worker.loading.load_model import load_model
 from gpu_worker.loading.weights import Weights
 from gpu_worker.models.base import CausalLM
 from gpu_worker.runner import ModelRunner
+from gpu_worker.start_parts import part_of_start
 from gpu_worker.step_output import Runner
 from shared.messages import WorkerConfig
 from shared.model_config import ModelConfig
@@ -25,22 +27,26 @@ def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weigh
     Raises:
         StartupError: the model cannot be served as configured; the text says why.
     """
-    device = select_device(device_name)
-    if device.type == "cpu":
-        keep_freed_memory()
-    dtype = select_dtype(config.dtype, model_config, device)
-    shape = AttentionShape(
-        model_config.num_heads,
-        model_config.num_kv_heads,
-        model_config.head_dim,
-        config.block_size,
-        config.batch_invariant,
-    )
-    if device.type == "cuda":
-        return _on_cuda(config, model_config, weights, shape, dtype, device)
-    backend = make_backend(shape, device)
-    model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant)
-    return _assemble(config, model_config, model, backend, dtype, device)
+    with contextlib.closing(weights):
+        with part_of_start("device"):
+            device = select_device(device_name)
+        if device.type == "cpu":
+            keep_freed_memory()
+        dtype = select_dtype(config.dtype, model_config, device)
+        cache_dtype = select_cache_dtype(config.kv_cache_dtype, dtype, device)
+        shape = AttentionShape(
+            model_config.num_heads,
+            model_config.num_kv_heads,
+            model_config.head_dim,
+            config.block_size,
+            config.batch_invariant,
+        )
+        if device.type == "cuda":
+            return _on_cuda(config, model_config, weights, shape, dtype, cache_dtype, device)
+        backend = make_backend(shape, device, dtype)
+        with part_of_start("weights"):
+            model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant, cache_dtype)
+    return _assemble(config, model_config, model, backend, cache_dtype, device)
 
 
 def with_other_cache(runner: Runner, config: WorkerConfig) -> Runner:
@@ -49,14 +55,14 @@ def with_other_cache(runner: Runner, config: WorkerConfig) -> Runner:
     Raises:
         StartupError: the KV cache is too small.
     """
-    dtype, device = runner.cache.tensor.dtype, runner.device
+    cache_dtype, device = runner.cache.tensor.dtype, runner.device
     runner.cache.tensor = runner.cache.tensor[:, :0].clone()
     if isinstance(runner, ModelRunner):
-        return _assemble(config, runner.config, runner.model, runner.backend, dtype, device)
+        return _assemble(config, runner.config, runner.model, runner.backend, cache_dtype, device)
     from gpu_worker.cuda_build import assemble
 
     backend: Any = runner.backend
-    return assemble(config, runner.config, runner.model, backend, dtype, device)
+    return assemble(config, runner.config, runner.model, backend, cache_dtype, device)
 
 
 def _on_cuda(
@@ -65,13 +71,18 @@ def _on_cuda(
     weights: Weights,
     shape: AttentionShape,
     dtype: torch.dtype,
+    cache_dtype: torch.dtype,
     device: torch.device,
 ) -> Runner:
-    from gpu_worker.cuda_build import assemble, make_attention
+    with part_of_start("kernel modules"):
+        from gpu_worker.cuda_build import assemble, make_attention
 
-    backend: Any = make_attention(config, shape, dtype)
-    model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant)
-    return assemble(config, model_config, model, backend, dtype, device)
+    with part_of_start("model"):
+        backend: Any = make_attention(config, shape, dtype, cache_dtype)
+        model = load_model(
+            model_config, weights, backend, dtype, device, config.batch_invariant, cache_dtype, wait=False
+        )
+    return assemble(config, model_config, model, backend, cache_dtype, device, weights.finish)
 
 
 def _assemble(
@@ -79,11 +90,11 @@ def _assemble(
     model_config: ModelConfig,
     model: CausalLM,
     backend: AttentionBackend,
-    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
     device: torch.device,
 ) -> ModelRunner:
     size = config.kv_cache_bytes or DEFAULT_CPU_BYTES
-    cache = KVCache(model_config.num_layers, backend, dtype, device, size, config.num_blocks_override)
+    cache = KVCache(model_config.num_layers, backend, cache_dtype, device, size, config.num_blocks_override)
     return ModelRunner(
         model_config,
         model,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
@@ -43,8 +44,18 @@ class GraphCache:
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
 
     def clear(self) -> None:
-        """Forget all graphs: memory that they know has moved."""
+        """Forget all graphs: memory that they know has moved. Their pool ends with the last of them."""
         self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Launch each time instead, with the same shapes."""
+        captures, self._captures = self._captures, False
+        try:
+            yield
+        finally:
+            self._captures = captures
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch; ``key`` says what the launches depend on beside the contents of memory."""

@@ -6,7 +6,6 @@ lacks is filled with the padding slot, whose tokens are written nowhere.
 
 from __future__ import annotations
 
-import bisect
 from typing import NamedTuple
 
 import numpy as np
@@ -15,12 +14,12 @@ import torch
 
 from gpu_worker.kernels.attention_plan import prefill_tiles
 from shared.messages import Step
+from shared.step_shapes import ROWS, padded_rows, padded_total
 
 Int32 = npt.NDArray[np.int32]
 
-ROWS = (16, 64, 128, 192, 256, 384, 512, 768, 1024)
-TOKENS = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
-"""Sizes of the two parts. A step with more prefill tokens computes for longer than it takes to launch."""
+MAX_TOKENS = 2048
+"""Prefill tokens. A step with more of them computes for longer than it takes to launch."""
 MAX_PREFILLS = 32
 
 
@@ -71,12 +70,16 @@ class MixedInputs(NamedTuple):
 
 def shape_of(step: Step, tile_tokens: int, max_rows: int) -> MixedShape | None:
     """The least shape that holds a step; None: none does."""
-    num_tokens, num_rows = int(step.prefill[:, 2].sum()), len(step.decode)
-    fits = num_rows <= max_rows and num_tokens <= TOKENS[-1] and len(step.prefill) <= MAX_PREFILLS
-    if not fits or num_rows > ROWS[-1]:
+    num_tokens, rows = int(step.prefill[:, 2].sum()), padded_rows(len(step.decode))
+    if rows is None or len(step.decode) > max_rows or num_tokens > MAX_TOKENS or len(step.prefill) > MAX_PREFILLS:
         return None
-    rows = min(ROWS[bisect.bisect_left(ROWS, num_rows)], max_rows)
-    return MixedShape(rows, TOKENS[bisect.bisect_left(TOKENS, num_tokens)], tile_tokens)
+    rows = min(rows, max_rows)
+    return MixedShape(rows, padded_total(rows + num_tokens) - rows, tile_tokens)
+
+
+def largest_shape(tile_tokens: int) -> MixedShape:
+    """No shape has a part that is larger than this one's."""
+    return MixedShape(ROWS[-1], padded_total(ROWS[-1] + MAX_TOKENS), tile_tokens)
 
 
 def padding(shape: MixedShape, padding_slot: int) -> Int32:

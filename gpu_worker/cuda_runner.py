@@ -8,8 +8,7 @@ one.
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,21 +19,26 @@ from gpu_worker.attention.triton_paged import Metadata, PrefillTiles, TritonPage
 from gpu_worker.cuda_graphs import GraphCache, padded_size, padded_sizes
 from gpu_worker.cuda_mixed import MixedShape
 from gpu_worker.cuda_state import CudaState, Int32, forward_rows
+from gpu_worker.device_clock import DeviceClock, HostTimes, StepTimes
 from gpu_worker.forward_context import ForwardContext
 from gpu_worker.host_copies import Returned
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
+from gpu_worker.kernels.prefix_pass import PrefixTables, unpack
 from gpu_worker.kernels.state_kernels import DecodeInputs, gather_decode_inputs, gather_span_inputs, write_back
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.layers.rotary import make_rotary
 from gpu_worker.models.base import CausalLM
 from gpu_worker.sampling.cuda_sampler import CudaSampler, Samples, Variant, pack
 from gpu_worker.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts
+from gpu_worker.shared_prefix import SharedPrefixes, SharingLimits, limits_for
 from gpu_worker.step_checks import check_step
 from gpu_worker.step_output import StepOutput
 from shared.messages import Step
 from shared.model_config import ModelConfig
 
 Int64 = npt.NDArray[np.int64]
+Shape = tuple[int | MixedShape, bool, Variant]
+"""What the launches of a step depend on: sizes, whether common beginnings of rows have a pass, what is sampled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,14 +52,14 @@ class CudaLaunched:
     logprob_counts: Int64
     """[samples] as of ``CudaSampler.wanted_logprobs``."""
     prompt_logprobs: ScoredPrompts | None
-    started: float
+    times: StepTimes | HostTimes
 
     def wait(self) -> StepOutput:
         """Wait for the device. Called by the result thread."""
         tokens, *logprobs = (tensor.numpy() for tensor in self.returned.wait())
         records = pack(logprobs[0][: self.num_samples], self.logprob_counts) if logprobs else []
         prompts = self.prompt_logprobs.pack() if self.prompt_logprobs else []
-        return StepOutput(tokens[: self.num_samples], records, prompts, time.perf_counter() - self.started)
+        return StepOutput(tokens[: self.num_samples], records, prompts, self.times.compute_s, self.times.idle_s)
 
 
 class CudaRunner:
@@ -67,6 +71,7 @@ class CudaRunner:
         num_tokens: ids from here on have no token and are never sampled; None: all ids have one.
         max_rows: decode rows of a step at most.
         graphs: replay decode steps from CUDA graphs.
+        sharing: when tokens that decode rows have in common are read by a pass of their own; None: when it pays.
     """
 
     def __init__(
@@ -82,30 +87,47 @@ class CudaRunner:
         num_tokens: int | None = None,
         max_rows: int | None = None,
         graphs: bool = True,
+        sharing: SharingLimits | None = None,
     ) -> None:
         self.device = cache.tensor.device
         self.config, self.model, self.backend, self.cache = config, model, backend, cache
         self.block_size, self.num_slots, self.max_model_len = block_size, num_slots, max_model_len
         self.rotary = make_rotary(config, max_model_len, self.device)
-        self.state = CudaState(num_slots, max_model_len, block_size, self.device)
+        shared, self._prefixes = None, None
+        if (layout := backend.prefix_layout) is not None:
+            shared = SharedPrefixes(layout, block_size, sharing or limits_for(backend.token_bytes))
+        self.state = CudaState(num_slots, max_model_len, block_size, self.device, shared)
+        if layout is not None:
+            self._prefixes = unpack(layout, self.state.prefixes)
         self.sampler = CudaSampler(num_slots, config.vocab_size, num_tokens, self.device)
         self.prompt_logprobs = PromptLogprobs(num_slots)
         self.sizes = padded_sizes(max_rows or num_slots)
         self._slots = torch.full((self.sizes[-1],), num_slots, dtype=torch.int32, device=self.device)
         """Slots of the decode rows: the input of graphs."""
-        self._samples: dict[tuple[int | MixedShape, Variant], Samples] = {}
+        self._samples: dict[Shape, Samples] = {}
         """The outputs of graphs."""
         self._graphs = GraphCache(self.device, graphs)
-        self._mixed_config = self._prefill_config(cuda_mixed.TOKENS[-1])
+        self._clock = DeviceClock(self.device)
+        self._mixed_config = self._prefill_config(cuda_mixed.MAX_TOKENS)
         group = config.num_heads // config.num_kv_heads
         self._tile_tokens = max(1, self._mixed_config.rows // group)
-        largest = MixedShape(max(cuda_mixed.ROWS), cuda_mixed.TOKENS[-1], self._tile_tokens)
+        largest = cuda_mixed.largest_shape(self._tile_tokens)
         self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
         """``cuda_mixed.pack`` of the step: the input of graphs."""
 
     def reset(self) -> None:
         """Forget all requests. Blocks keep their content, which nobody refers to any more."""
         self.state.reset()
+
+    def rehearse(self, steps: Iterable[Step]) -> None:
+        """Launch steps without capturing graphs, and forget them: for their kernels to be compiled and loaded."""
+        try:
+            with self._graphs.paused():
+                for step in steps:
+                    self.launch(step)
+        finally:
+            self._samples.clear()
+            self.reset()
 
     def use_cache(self, cache: KVCache) -> None:
         """Go on with another KV cache, and no requests; graphs know the address of the old one."""
@@ -121,7 +143,6 @@ class CudaRunner:
         Raises:
             StepError: an index in the step is out of range; nothing was changed.
         """
-        started = time.perf_counter()
         state = self.state
         check_step(step, state, state.block_counts, state.max_blocks, self.cache.num_blocks, self.config.vocab_size)
         self.sampler.add(step.new)
@@ -136,12 +157,13 @@ class CudaRunner:
             samples = self._run_mixed_graph(step, shape, variant)
         else:
             samples, prompts = self._run_mixed(step, variant)
+        times = self._clock.end()
         state.staging.release()
         state.appended(slots)
         wanted = [samples.tokens]
         if samples.logprobs is not None and (counts >= 0).any():
             wanted.append(samples.logprobs)
-        return CudaLaunched(step.number, Returned(wanted), len(slots), counts, prompts, started)
+        return CudaLaunched(step.number, Returned(wanted), len(slots), counts, prompts, times)
 
     # -- decode rows alone -------------------------------------------------------------------------------------------
 
@@ -149,16 +171,18 @@ class CudaRunner:
         """All rows of a step that decodes only."""
         size = padded_size(len(step.decode), self.sizes) or len(step.decode)
         (slots,) = self._update(step, self.state.padded(step.decode, size))
+        prefixes = self._common()
         if size > self.sizes[-1]:
-            return self._decode(slots, variant)
+            return self._decode(slots, prefixes, variant)
         fixed, nobody = self._slots[:size], np.full(size, self.state.padding_slot, np.int32)
-        return self._replay((size, variant), fixed, nobody, slots, lambda: self._decode(fixed, variant))
+        key = (size, prefixes is not None, variant)
+        return self._replay(key, fixed, nobody, slots, lambda: self._decode(fixed, prefixes, variant))
 
-    def _decode(self, slots: torch.Tensor, variant: Variant) -> Samples:
+    def _decode(self, slots: torch.Tensor, prefixes: PrefixTables | None, variant: Variant) -> Samples:
         """Launch a decode step of ``slots`` [rows] int32; reads and writes nothing but what is on the device."""
         state = self.state
         inputs = gather_decode_inputs(slots, state.token_ids, state.num_tokens, state.block_tables, self.block_size)
-        metadata = self.backend.prepare_decode(slots, inputs.context_lens, state.block_tables)
+        metadata = self.backend.prepare_decode(slots, inputs.context_lens, state.block_tables, prefixes)
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
         return self._sample(hidden, slots, variant)
 
@@ -187,7 +211,7 @@ class CudaRunner:
             self.block_size,
         )
         metadata = self.backend.prepare_mixed(
-            tiles, table, num_prefill, decode, inputs.positions[num_prefill:] + 1, state.block_tables
+            tiles, table, num_prefill, decode, inputs.positions[num_prefill:] + 1, state.block_tables, self._common()
         )
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.lengths, inputs.slot_mapping, metadata)
         prompts = self.prompt_logprobs.score(
@@ -210,9 +234,11 @@ class CudaRunner:
         padding_slot = self.state.padding_slot
         (packed,) = self._update(step, cuda_mixed.pack(shape, padding_slot, step))
         fixed, nobody = self._mixed_inputs[: shape.size], cuda_mixed.padding(shape, padding_slot)
-        return self._replay((shape, variant), fixed, nobody, packed, lambda: self._mixed(shape, variant))
+        prefixes = self._common()
+        key = (shape, prefixes is not None, variant)
+        return self._replay(key, fixed, nobody, packed, lambda: self._mixed(shape, prefixes, variant))
 
-    def _mixed(self, shape: MixedShape, variant: Variant) -> Samples:
+    def _mixed(self, shape: MixedShape, prefixes: PrefixTables | None, variant: Variant) -> Samples:
         """Launch the step that ``_mixed_inputs`` describes."""
         state, rows = self.state, shape.rows
         step = shape.unpack(self._mixed_inputs)
@@ -231,7 +257,9 @@ class CudaRunner:
         )
         inputs = DecodeInputs(*(torch.cat(parts) for parts in zip(decode, prefill, strict=True)))
         tiles = PrefillTiles(np.empty((0, 4), np.int32), self._mixed_config, shape.tokens)
-        metadata = self.backend.prepare_mixed(tiles, step.tiles, 0, step.slots, decode.context_lens, state.block_tables)
+        metadata = self.backend.prepare_mixed(
+            tiles, step.tiles, 0, step.slots, decode.context_lens, state.block_tables, prefixes
+        )
         # What no row writes is zero: garbage of one step would grow in the next.
         metadata.num_tokens = rows
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
@@ -240,9 +268,8 @@ class CudaRunner:
     def _prefill_config(self, tokens: int) -> PrefillConfig:
         """How attention is cut in graphs: as for one prompt of so many tokens."""
         shape, backend = self.backend.shape, self.backend
-        dtype = backend.cache_dtype if backend.cache_dtype.itemsize > 1 else torch.bfloat16
         rows = tokens * backend.group
-        return prefill_config(shape.head_dim, dtype, rows, rows, shape.num_kv_heads, backend.num_sms)
+        return prefill_config(shape.head_dim, backend.widest_dtype, rows, rows, shape.num_kv_heads, backend.num_sms)
 
     # -- both --------------------------------------------------------------------------------------------------------
 
@@ -258,16 +285,21 @@ class CudaRunner:
         cos, sin = self.rotary(positions, lengths)
         return self.model.forward(input_ids, ForwardContext(self.cache.tensor, metadata, cos, sin))
 
+    def _common(self) -> PrefixTables | None:
+        """What the decode rows of the step that was entered last have in common."""
+        return self._prefixes if self.state.has_groups else None
+
     def _update(self, step: Step, *arrays: Int32) -> list[torch.Tensor]:
-        """Enter what a step changes; ``arrays`` come along to the device."""
+        """Enter what a step changes; ``arrays`` come along to the device. The step's own work begins thereafter."""
         copies, *staged = self.state.update(step, step.copies, *arrays)
         if len(copies):
             self.cache.copy(copies.long())
+        self._clock.begin()
         return staged
 
     def _replay(
         self,
-        key: tuple[int | MixedShape, Variant],
+        key: Shape,
         fixed: torch.Tensor,
         nobody: Int32,
         inputs: torch.Tensor,
@@ -290,6 +322,7 @@ class CudaRunner:
             fixed.copy_(torch.from_numpy(nobody))
             launch_and_keep()
         fixed.copy_(inputs)
+        self._clock.begin()
         self._graphs.run(key, launch_and_keep)
         return self._samples[key]
 

@@ -13,6 +13,8 @@ from shared.errors import StartupError
 from shared.logging import get_logger
 from shared.model_config import ModelConfig
 
+FLOAT8_CAPABILITY = (8, 9)
+"""From which on a GPU converts e4m3 in hardware."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_LIMIT = 32 * 2**20
 
@@ -39,7 +41,7 @@ def _has_triton() -> bool:
 
 
 def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV cache for ``--dtype``.
+    """The dtype of weights and activations for ``--dtype``.
 
     A CPU computes float16 hundreds of times slower than bfloat16, so that it gets bfloat16 where float16 is asked for.
 
@@ -62,6 +64,31 @@ def select_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
         get_logger().info("float16 is computed as bfloat16 on a CPU, which is hundreds of times slower at float16")
         return torch.bfloat16
     return dtype
+
+
+def select_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the KV cache for ``--kv-cache-dtype`` and a model of ``dtype``.
+
+    Raises:
+        StartupError: an unknown name, or a GPU without instructions for float8.
+    """
+    known = {
+        "auto": dtype,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float32": torch.float32,
+        "fp8": torch.float8_e4m3fn,
+        "fp8_e4m3": torch.float8_e4m3fn,
+    }
+    if name not in known:
+        raise StartupError(f"--kv-cache-dtype {name} is not supported; there are {', '.join(known)}")
+    chosen = known[name]
+    if chosen.itemsize == 1 and device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise StartupError(
+            f"--kv-cache-dtype {name} needs a GPU of compute capability 8.9 or higher, and "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
+        )
+    return chosen
 
 
 def keep_freed_memory() -> None:

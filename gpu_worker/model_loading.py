@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gpu_worker.loading.open_weights import open_weights
 from gpu_worker.loading.progress import Progress
+from gpu_worker.start_parts import part_of_start
 from shared.errors import StartupError
 from shared.logging import get_logger
 from shared.messages import WorkerConfig
@@ -72,11 +73,12 @@ class ModelLoading:
         source = local_source(Path(config.model), config.model)
         self._say("reading the model's configuration", model=config.model)
         model = load_model_config(source)
-        weights = open_weights(source, model, config.load_format, config.seed)
+        weights = open_weights(source, model, config.load_format, config.seed, read_ahead=self._device != "cpu")
         self._say("loading torch, and reading weights meanwhile")
-        import torch
+        with part_of_start("imports"):
+            import torch
 
-        from gpu_worker.build import build_runner
+            from gpu_worker.build import build_runner
 
         # The other core dequantizes.
         torch.set_num_threads(1)
@@ -91,7 +93,9 @@ class ModelLoading:
 
 def same_model(one: WorkerConfig, other: WorkerConfig) -> bool:
     """Whether a model loaded for ``one`` serves ``other``."""
-    fields = ("model", "dtype", "block_size", "batch_invariant", "load_format", "seed", "rank", "world_size")
+    # The attention backend is made for one dtype of the cache, and scales are read for it.
+    cache = ("kv_cache_dtype", "block_size", "batch_invariant")
+    fields = ("model", "dtype", "load_format", "seed", "rank", "world_size", *cache)
     return all(getattr(one, field) == getattr(other, field) for field in fields)
 
 

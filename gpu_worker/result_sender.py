@@ -98,8 +98,9 @@ class ResultSender:
             output.tokens,
             NO_COUNTS,
             logprobs=output.logprobs,
-            compute_s=output.seconds,
+            compute_s=output.compute_s,
             prompt_logprobs=output.prompt_logprobs,
+            idle_s=output.idle_s,
         )
 
     def _flush(self, link: Connector) -> None:

@@ -23,8 +23,10 @@ class StepOutput:
     tokens: npt.NDArray[np.int32]
     logprobs: list[tuple[int, bytes]]
     prompt_logprobs: list[tuple[int, list[bytes]]]
-    seconds: float
-    """Since the launch."""
+    compute_s: float
+    """Time that the step took on the device."""
+    idle_s: float = 0.0
+    """Time between the step before and this one in which the device computed nothing; as far as it is known."""
 
 
 class Launched(Protocol):

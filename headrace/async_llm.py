@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -13,23 +14,33 @@ from headrace.offline.metrics import Metric
 from headrace.offline.prompts import Prompts
 from headrace.offline.streams import AsyncStream
 from headrace.sampling_params import SamplingParams
+from shared.config import Settings
 from shared.messages import ModelCard
 
 
 class AsyncLLM:
     """``async with AsyncLLM("demo") as llm: async for output in llm.generate(prompt, params): …``
 
-    Takes what ``LLM`` takes. Any number of streams may run at once.
+    Takes what ``LLM`` takes. Any number of streams may run at once. Since they are read while they grow,
+    ``target_itl_ms`` has the server's default unless it is given.
     """
 
     def __init__(self, model: str = "demo", **keywords: Any) -> None:
-        self._arguments = {"model": model, **keywords}
+        self._make: Callable[[], LLM] = partial(LLM, model, **({"target_itl_ms": None} | keywords))
         self._llm: LLM | None = None
+
+    @classmethod
+    def from_settings(cls, settings: Settings, *, skip_tokenizer_init: bool = False) -> AsyncLLM:
+        """As ``LLM.from_settings``."""
+        llm = cls.__new__(cls)
+        llm._make = partial(LLM.from_settings, settings, skip_tokenizer_init=skip_tokenizer_init)
+        llm._llm = None
+        return llm
 
     async def start(self) -> None:
         """Start the processes and wait until they are ready. Raises as ``LLM``."""
         if self._llm is None:
-            self._llm = await asyncio.to_thread(LLM, **self._arguments)
+            self._llm = await asyncio.to_thread(self._make)
 
     async def close(self) -> None:
         """Abort what runs and end the processes."""

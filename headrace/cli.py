@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": Command("headrace.bench.main:main", "measure a server or an engine"),
     "run-batch": Command("headrace.run_batch:main", "answer the requests of an OpenAI batch file"),
     "fetch": Command("headrace.fetch:main", "download a model of the Hugging Face hub into the local cache"),
+    "tune": Command("headrace.tune:main", "measure a model's matrix products on the GPU for later starts"),
     "keys": Command("headrace.keys:main", "write the CURVE keys of tcp links into a folder"),
     "collect-env": Command("headrace.collect_env:main", "print versions, hardware and variables for a bug report"),
     "version": Command("headrace.cli:version", "print the version"),

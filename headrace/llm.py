@@ -38,6 +38,7 @@ class LLM:
         skip_tokenizer_init: start no tokenizer; prompts are token ids then, and texts are empty.
         dtype: ``auto``, ``bfloat16``, ``float32``; or a torch dtype.
         max_model_len: longest prompt + output in tokens; None: the model's own.
+        target_itl_ms: as the flag; off unless given, since a batch has no reader. None: the server's default.
         keywords: every other field of ``shared.config.Settings`` that is about the model, the scheduler, the worker
             or the log (``log_level`` is ``warning`` here unless given), and vLLM's keywords that have no such field,
             if their value asks for nothing that is not there.
@@ -62,6 +63,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         swap_space: float | None = None,
         enforce_eager: bool = False,
+        target_itl_ms: float | None = 0.0,
         **keywords: Any,
     ) -> None:
         keywords |= {
@@ -75,6 +77,7 @@ class LLM:
             "gpu_memory_utilization": gpu_memory_utilization,
             "swap_space": swap_space,
             "enforce_eager": enforce_eager,
+            "target_itl_ms": target_itl_ms,
         }
         self._start(settings_of(keywords), skip_tokenizer_init, seed)
 

@@ -33,7 +33,7 @@ DESCRIPTION = (
     "The same command again does what the output file lacks. With --model, flags of headrace serve are taken too."
 )
 MAX_CONCURRENCY = 256
-"""As many as a server takes into one step by default."""
+"""As many as a server on a CPU takes into one step by default."""
 MAX_RETRIES = 10
 """With their pauses, about two minutes: what a server takes to start again."""
 TIMEOUT_S = 3600.0
@@ -43,7 +43,7 @@ SYNC_EVERY_S = 1.0
 def main(argv: Sequence[str]) -> int:
     """Run the batch. Returns an exit code: 0 only when every line of the input has succeeded, now or before."""
     settings, args = parse_with_flags(
-        None, argv, _add_flags, defaults={"model": ""}, prog=PROG, description=DESCRIPTION
+        None, argv, _add_flags, defaults={"model": "", "target_itl_ms": 0.0}, prog=PROG, description=DESCRIPTION
     )
     signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
     try:
@@ -282,7 +282,8 @@ def _server(args: argparse.Namespace, settings: Settings, argv: Sequence[str]) -
     if useless := sorted(names & {"--host", "--port"}):
         raise UsageError(f"{', '.join(useless)}: the server that is started gets a free port of the loopback address")
     if settings.model:
-        return Server("", settings.model, flags, api_key)
+        # Nobody reads the outputs while they grow; whole steps are faster.
+        return Server("", settings.model, [*flags, f"--target-itl-ms={settings.target_itl_ms}"], api_key)
     if url := os.environ.get(URL_VARIABLE):
         return Server(server_url(url), "", [], api_key)
     raise UsageError("give --model MODEL to serve meanwhile, or --url URL of a server that runs")

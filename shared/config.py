@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 ENV_PREFIX = "HEADRACE_"
 GATEWAY, TOKENIZER, ENGINE, WORKER = "api_gateway", "tokenizer_service", "core_engine", "gpu_worker"
 SERVICES = (GATEWAY, TOKENIZER, ENGINE, WORKER)
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 
 
 def setting(default: Any, text: str, *services: str, choices: Sequence[str] | None = None, short: str = "") -> Any:
@@ -42,9 +44,15 @@ class Settings:
     served_model_name: list[str] = setting([], "names that the API serves the model under (default: MODEL)", GATEWAY)
     dtype: str = setting(
         "auto",
-        "type of weights and KV cache; auto: bfloat16 for half-precision checkpoints, else float32",
+        "type of weights and activations; auto: bfloat16 for half-precision checkpoints, else float32",
         ENGINE,
         choices=("auto", "bfloat16", "float32", "half", "float16", "float"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "type of the KV cache: auto (the model's), bfloat16, float16, float32, or fp8 (= fp8_e4m3: half the memory of "
+        "bfloat16, with the checkpoint's scales)",
+        ENGINE,
     )
     max_model_len: int | None = setting(
         None, "longest prompt + output in tokens; accepts 16k (default: the model's own)", GATEWAY, TOKENIZER, ENGINE
@@ -68,12 +76,20 @@ class Settings:
     )
 
     # scheduling
-    max_num_seqs: int = setting(256, "requests in one step at most", ENGINE)
+    max_num_seqs: int | None = setting(
+        None, "requests in one step at most (default: 256 on a CPU, 1024 on a GPU)", ENGINE
+    )
     max_num_batched_tokens: int | None = setting(
         None, "tokens in one step at most (default: 2048 on a CPU, 8192 on a GPU)", ENGINE
     )
     max_prefill_tokens: int | None = setting(
         None, "prefill tokens in one step at most (default: the whole budget)", ENGINE
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        "time between two tokens of a request that prefill chunks are cut to keep; 0: off (default: off on a CPU, 40 "
+        "on a GPU)",
+        ENGINE,
     )
     max_num_partial_prefills: int = setting(1, "prompts that may be partly computed at the same time", ENGINE)
     enable_chunked_prefill: bool = setting(True, "cut long prompts into chunks that fit the token budget", ENGINE)
@@ -129,15 +145,26 @@ class Settings:
     log_format: str = setting("console", "console or json", *SERVICES, choices=("console", "json"))
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "block_size", "steps_in_flight", "tokenizers", "max_num_partial_prefills"):
+        for name in ("block_size", "steps_in_flight", "tokenizers", "max_num_partial_prefills"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "max_num_batched_tokens", "max_prefill_tokens", "threads"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.kv_cache_dtype == "fp8_e5m2":
+            raise ValueError(
+                "--kv-cache-dtype fp8_e5m2 is not supported: two bits of mantissa cost more accuracy than its range "
+                "gains; take fp8, which is e4m3 with scales for each layer"
+            )
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"--kv-cache-dtype {self.kv_cache_dtype} is not supported; there are {', '.join(KV_CACHE_DTYPES)}"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.target_itl_ms is not None and not 0.0 <= self.target_itl_ms < math.inf:
+            raise ValueError(f"--target-itl-ms must be 0 or more, got {self.target_itl_ms}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"--watermark must be in [0, 1), got {self.watermark}")
         if not 0 <= self.port < 65536:

@@ -375,6 +375,8 @@ class StepResult:
     prompt_logprobs: list[tuple[int, list[bytes]]] = dataclasses.field(default_factory=list)
     """(prefill row, records), in order, for each row that asked for them: of the prompt tokens at start + 1 to
     start + count, as far as the prompt goes."""
+    idle_s: float = 0.0
+    """Time for which the device had nothing to compute between the step before and this one, as far as it is known."""
 
     ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0, "counts": 0}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,18 @@ def make_checkpoint(
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
     make_tokenizer(folder)
+
+
+def with_kv_scales(folder: Path, to: Path, scales: dict[str, Any]) -> Path:
+    """A copy of a checkpoint in one file, with these tensors, by their names below ``self_attn.``, in every layer."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, to)
+    tensors = load_file(to / "model.safetensors")
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}": value.clone() for name, value in scales.items()}
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
 
 
 def make_tokenizer(folder: Path) -> None:

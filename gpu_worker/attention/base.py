@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,19 @@ class AttentionShape:
     block_size: int
     batch_invariant: bool = False
     """A token's output must be the same bits in any batch."""
+
+
+class KVScales(NamedTuple):
+    """What a layer's keys and values in the cache are multiplied by when they are read; they are written divided by it.
+
+    They are 1 unless the cache is of an 8-bit type.
+    """
+
+    key: float = 1.0
+    value: float = 1.0
+
+
+UNSCALED = KVScales()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +67,7 @@ class PagedAttention(Protocol):
         sin: torch.Tensor,
         cache: torch.Tensor,
         metadata: Any,
+        scales: KVScales,
     ) -> torch.Tensor:
         """Normalise and rotate q and k in float32, and store k and v in a layer's cache.
 
@@ -63,22 +77,30 @@ class PagedAttention(Protocol):
             head_norm: QK-norm, or None.
             cos: [tokens, 1, rotary_dim] float32.
             sin: [tokens, 1, rotary_dim] float32, negative in the first half.
+            scales: of the layer.
 
         Returns:
             The query for ``attend``.
         """
 
     def attend(
-        self, query: torch.Tensor, cache: torch.Tensor, metadata: Any, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Any,
+        scale: float,
+        window: int | None,
+        scales: KVScales,
     ) -> torch.Tensor:
         """Causal attention over each span's context.
 
         Args:
             query: [tokens, num_heads, head_dim], from ``rotate_and_write``.
             window: positions that a token sees, itself included; None: all before it.
+            scales: those that the cache was written with.
 
         Returns:
-            [tokens, num_heads * head_dim], of the cache's dtype.
+            [tokens, num_heads * head_dim], of the model's dtype.
         """
 
 
@@ -88,7 +110,11 @@ class AttentionBackend(PagedAttention, Protocol):
     ``prepare`` runs once a step and does all index arithmetic; the rest runs once a layer.
     """
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None: ...
+    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+        """
+        Args:
+            dtype: of the model, which that of the cache may differ from.
+        """
 
     def prepare(
         self, spans: Spans, block_tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor

@@ -16,8 +16,10 @@ BACKENDS = {
 DEFAULT_OF_DEVICE = {"cpu": "torch_paged", "cuda": "triton_paged"}
 
 
-def make_backend(shape: AttentionShape, device: torch.device, name: str | None = None) -> AttentionBackend:
-    """Make the backend ``name``, or the default of the device's type.
+def make_backend(
+    shape: AttentionShape, device: torch.device, dtype: torch.dtype, name: str | None = None
+) -> AttentionBackend:
+    """Make the backend ``name``, or the default of the device's type, for a model of ``dtype``.
 
     Raises:
         StartupError: no such backend.
@@ -26,5 +28,5 @@ def make_backend(shape: AttentionShape, device: torch.device, name: str | None =
     if name not in BACKENDS:
         raise StartupError(f"no attention backend {name!r} for {device.type}; there are {', '.join(sorted(BACKENDS))}")
     module, _, attribute = BACKENDS[name].partition(":")
-    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(shape, device)
+    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(shape, device, dtype)
     return backend

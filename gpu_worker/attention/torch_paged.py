@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu_worker.attention.base import AttentionShape, Int64, Spans
+from gpu_worker.attention.base import AttentionShape, Int64, KVScales, Spans
 from gpu_worker.layers.norm import HeadNorm
 from gpu_worker.layers.rotary import apply_rotary
 from gpu_worker.threads import usable_cores
@@ -79,9 +79,8 @@ class Metadata:
 class TorchPagedAttention:
     """See the module. One layer's cache is [blocks, 2, kv_heads, block_size, head_dim], keys first."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device) -> None:
-        self.shape = shape
-        self.device = device
+    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape, self.device, self.dtype = shape, device, dtype
         self.group_size = shape.num_heads // shape.num_kv_heads
         self.rotated_heads = shape.num_heads + shape.num_kv_heads
         self.query_size = shape.num_heads * shape.head_dim
@@ -193,6 +192,7 @@ class TorchPagedAttention:
         sin: torch.Tensor,
         cache: torch.Tensor,
         metadata: Metadata,
+        scales: KVScales,
     ) -> torch.Tensor:
         """The query is float32."""
         num_heads, head_dim = self.shape.num_heads, self.shape.head_dim
@@ -201,21 +201,35 @@ class TorchPagedAttention:
         if head_norm is not None:
             exact = head_norm(exact)
         rotated = apply_rotary(exact, cos, sin)
-        heads[:, num_heads:].copy_(rotated[:, num_heads:])
-        key_value = qkv[:, self.query_size :].reshape(-1, head_dim)
-        cache.view(-1, head_dim).index_copy_(0, metadata.write_rows, key_value)
+        if cache.dtype == qkv.dtype:
+            heads[:, num_heads:].copy_(rotated[:, num_heads:])
+            key_value = qkv[:, self.query_size :].reshape(-1, head_dim)
+            cache.view(-1, head_dim).index_copy_(0, metadata.write_rows, key_value)
+        else:
+            values = qkv[:, self.rotated_heads * head_dim :].view(len(qkv), -1, head_dim)
+            key_value = _as_stored(rotated[:, num_heads:], values, cache.dtype, scales)
+            # torch has no index_copy_ of float8 on a CPU.
+            cache.view(-1, head_dim)[metadata.write_rows] = key_value
         return rotated[:, :num_heads]
 
     def attend(
-        self, query: torch.Tensor, cache: torch.Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None,
+        scales: KVScales,
     ) -> torch.Tensor:
-        shape = self.shape
+        shape, scale = self.shape, scale * scales.key
         heads = query.reshape(-1, shape.num_kv_heads, self.group_size, shape.head_dim)
-        output = torch.empty(heads.shape, dtype=cache.dtype, device=cache.device)
+        output = torch.empty(heads.shape, dtype=self.dtype, device=cache.device)
         block_rows = cache.view(-1, shape.block_size * shape.head_dim)
         for group in metadata.groups:
             gathered = block_rows.index_select(0, group.gather).float()
             keys, values = gathered.view(2, group.num_spans * shape.num_kv_heads, group.padded, shape.head_dim)
+            if scales.value != 1.0:
+                values.mul_(scales.value)
             queries, tiles = heads[group.rows], self._tiles(group, window)
             if group.is_decode:
                 output[group.rows] = self._decode(queries, keys, values, tiles[0], scale).to(output.dtype)
@@ -252,6 +266,16 @@ class TorchPagedAttention:
         query = F.pad(query, (0, 0, 0, missing))
         mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
         return _attend(query, keys, values, mask, scale)[:, :rows].contiguous()
+
+
+def _as_stored(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, scales: KVScales) -> torch.Tensor:
+    """Rows of the cache in ``dtype``, from keys (float32) and values, [tokens, kv_heads, head_dim].
+
+    Rounded once. What is too large becomes the largest number of the type, as on a GPU.
+    """
+    both = torch.stack([keys / scales.key, values.float() / scales.value], 1)
+    limit = torch.finfo(dtype).max
+    return both.clamp_(-limit, limit).to(dtype).view(-1, keys.shape[-1])
 
 
 def _row_multiple() -> int:

@@ -1,7 +1,8 @@
 """Paged attention in Triton kernels: prefill spans by tiles, decode rows by a division made on the device.
 
 A step's decode rows need nothing on the host, so that a CUDA graph can hold ``prepare_decode`` and all layers; their
-contexts may differ at each replay. Keys and values are in the cache before ``attend`` runs (``kernels.rope_kv``).
+contexts may differ at each replay, and so may what they have in common. Keys and values are in the cache before
+``attend`` runs (``kernels.rope_kv``).
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.attention.base import AttentionShape
+from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode, prefill_tiles
 from gpu_worker.kernels.paged_decode import (
-    FEW_ROWS,
     DecodeConfig,
     DecodeWorkspace,
     decode,
@@ -23,8 +23,17 @@ from gpu_worker.kernels.paged_decode import (
     make_decode_workspace,
 )
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill, prefill_config
+from gpu_worker.kernels.prefix_pass import (
+    PrefixConfig,
+    PrefixTables,
+    PrefixWorkspace,
+    attend_prefixes,
+    make_prefix_workspace,
+    prefix_config,
+)
 from gpu_worker.kernels.rope_kv import rotate_and_write
 from gpu_worker.layers.norm import HeadNorm
+from gpu_worker.shared_prefix import PrefixLayout
 
 Int32 = npt.NDArray[np.int32]
 
@@ -51,6 +60,8 @@ class DecodeRows:
     first: int
     slots: torch.Tensor
     context_lens: torch.Tensor
+    prefixes: PrefixTables | None = None
+    """What the rows have in common, if that is read by a pass of its own where no window hides it."""
     plans: dict[int | None, DecodePlan] = dataclasses.field(default_factory=dict)
     """Those filled for this step, by window."""
 
@@ -82,43 +93,58 @@ class TritonPagedAttention:
         device: torch.device,
         *,
         cache_dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | None = None,
         max_rows: int = 1024,
         max_context: int = 131072,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
     ) -> None:
         """
         Args:
-            cache_dtype: of the KV cache: the model's, or float8_e4m3fn.
+            cache_dtype: of the KV cache.
+            dtype: of the model; None: the cache's, or bfloat16 if that has 8 bits.
             max_rows: decode rows of a step at most, padding included.
             max_context: tokens of a row's context at most.
-            k_scale: what the cache's keys must be multiplied by (float8 only).
-            v_scale: the same of the values.
         """
         self.shape, self.device, self.cache_dtype, self.max_rows = shape, device, cache_dtype, max_rows
-        self.k_scale, self.v_scale = k_scale, v_scale
+        dtype = dtype or (cache_dtype if cache_dtype.itemsize > 1 else torch.bfloat16)
+        self.widest_dtype = max(dtype, cache_dtype, key=lambda each: each.itemsize)
         self.group = shape.num_heads // shape.num_kv_heads
         self.num_sms = multiprocessors(device)
         self.decode_config = decode_config(shape.head_dim, cache_dtype)
-        self.few_rows_config = decode_config(shape.head_dim, cache_dtype, FEW_ROWS)
-        self.split_tiles, slots = 0, 2 * self.programs_of(self.decode_config)
+        self.split_tiles, slots = 0, 2 * max(self.programs_of(self.decode_config), max_rows)
         if shape.batch_invariant:
             tile = self.decode_config.tile
             self.split_tiles = -(-max(SPLIT_TOKENS, -(-max_context // MAX_SPLITS)) // tile)
             slots = max_rows * -(-max_context // (self.split_tiles * tile))
-        self._plans: dict[tuple[int | None, int, DecodeConfig], DecodePlan] = {}
+        self._plans: dict[tuple[int | None, int], DecodePlan] = {}
+        self.prefix_config = prefix_config(shape.head_dim, self.widest_dtype)
+        self.prefix_layout = self._make_prefix_layout()
+        """Of the tables of common tokens; None: there is no pass over them."""
+        self._prefix_workspace: PrefixWorkspace | None = None
+        if self.prefix_layout is not None:
+            self._prefix_workspace = make_prefix_workspace(
+                self.prefix_layout, self.prefix_config, shape.num_kv_heads, shape.head_dim, device
+            )
         self._workspace: DecodeWorkspace = make_decode_workspace(
             slots, max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
         )
 
-    def programs_of(self, config: DecodeConfig) -> int:
-        """Programs of a decode kernel for each KV head."""
-        return max(1, self.num_sms * config.programs_per_sm // self.shape.num_kv_heads)
+    def _make_prefix_layout(self) -> PrefixLayout | None:
+        config = self.prefix_config
+        if self.shape.batch_invariant or self.group > config.rows:
+            return None
+        granule = max(config.keys, self.decode_config.tile)
+        return PrefixLayout(
+            self.programs_of(config), self.max_rows, config.rows // self.group, config.keys, granule
+        )  # fmt: skip
 
-    def config_for(self, rows: int) -> DecodeConfig:
-        """The decode kernel's configuration for so many rows."""
-        few = rows <= FEW_ROWS and not self.shape.batch_invariant
-        return self.few_rows_config if few else self.decode_config
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values in one layer's cache."""
+        return 2 * self.shape.num_kv_heads * self.shape.head_dim * self.cache_dtype.itemsize
+
+    def programs_of(self, config: DecodeConfig | PrefixConfig) -> int:
+        """Programs of a kernel for each KV head."""
+        return max(1, self.num_sms * config.programs_per_sm // self.shape.num_kv_heads)
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache; its first dimension is the block."""
@@ -127,7 +153,13 @@ class TritonPagedAttention:
 
     # -- once a step -------------------------------------------------------------------------------------------------
 
-    def prepare_decode(self, slots: torch.Tensor, context_lens: torch.Tensor, block_tables: torch.Tensor) -> Metadata:
+    def prepare_decode(
+        self,
+        slots: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        prefixes: PrefixTables | None = None,
+    ) -> Metadata:
         """For a step of decode rows only, one query token each, in the order of the rows.
 
         Device work only, so that a CUDA graph can capture it. The tensors must keep their values until the last layer
@@ -137,8 +169,9 @@ class TritonPagedAttention:
             slots: [rows] int32, rows of ``block_tables``.
             context_lens: [rows] int32, tokens that a row sees, itself included; 0: a padding row, whose output is 0.
             block_tables: [slots, max_blocks] int32.
+            prefixes: what the rows have in common, of ``prefix_layout``; None: nothing.
         """
-        return Metadata(block_tables, len(slots), self._decodes(0, slots, context_lens))
+        return Metadata(block_tables, len(slots), self._decodes(0, slots, context_lens, prefixes))
 
     def cut_prefill(self, spans: Int32) -> PrefillTiles:
         """Cut a step's prefill spans, on the host.
@@ -150,9 +183,8 @@ class TritonPagedAttention:
         shape, spans = self.shape, np.asarray(spans, np.int32).reshape(-1, 4)
         num_tokens = int(spans[:, 2].sum())
         longest = int(spans[:, 2].max(initial=0)) * self.group
-        dtype = self.cache_dtype if self.cache_dtype.itemsize > 1 else torch.bfloat16
         config = prefill_config(
-            shape.head_dim, dtype, longest, num_tokens * self.group, shape.num_kv_heads, self.num_sms
+            shape.head_dim, self.widest_dtype, longest, num_tokens * self.group, shape.num_kv_heads, self.num_sms
         )
         tile_tokens = 1 if shape.batch_invariant else max(1, config.rows // self.group)
         return PrefillTiles(prefill_tiles(spans, tile_tokens), config, num_tokens)
@@ -165,6 +197,7 @@ class TritonPagedAttention:
         slots: torch.Tensor,
         context_lens: torch.Tensor,
         block_tables: torch.Tensor,
+        prefixes: PrefixTables | None = None,
     ) -> Metadata:
         """For a step of prefill spans and decode rows, either of which may be empty.
 
@@ -175,8 +208,9 @@ class TritonPagedAttention:
             slots: [rows] int32, of the decode rows.
             context_lens: [rows] int32, of the decode rows.
             block_tables: [slots, max_blocks] int32.
+            prefixes: what the decode rows have in common, as of ``prepare_decode``.
         """
-        decodes = self._decodes(decode_start, slots, context_lens)
+        decodes = self._decodes(decode_start, slots, context_lens, prefixes)
         metadata = Metadata(block_tables, prefill_tiles.num_tokens + len(slots), decodes)
         if not self.shape.batch_invariant:
             metadata.tiles, metadata.prefill_config = tiles, prefill_tiles.config
@@ -187,7 +221,11 @@ class TritonPagedAttention:
                 decodes += self._decodes(first, some[:, 0].contiguous(), some[:, 3] + 1)
         return metadata
 
-    def _decodes(self, first: int, slots: torch.Tensor, context_lens: torch.Tensor) -> list[DecodeRows]:
+    def _decodes(
+        self, first: int, slots: torch.Tensor, context_lens: torch.Tensor, prefixes: PrefixTables | None = None
+    ) -> list[DecodeRows]:
+        if prefixes is not None and len(slots) <= self.max_rows:
+            return [DecodeRows(first, slots, context_lens, prefixes)]
         starts = range(0, len(slots), self.max_rows)
         pieces = [(start, slice(start, start + self.max_rows)) for start in starts]
         return [DecodeRows(first + start, slots[piece], context_lens[piece]) for start, piece in pieces]
@@ -202,16 +240,21 @@ class TritonPagedAttention:
         sin: torch.Tensor,
         cache: torch.Tensor,
         metadata: Metadata,
+        scales: KVScales,
     ) -> torch.Tensor:
         """Normalise and rotate q and k, store k and v at ``metadata.slot_mapping``; see ``kernels.rope_kv``."""
         assert metadata.slot_mapping is not None
         weight, eps = (head_norm.weights, head_norm.eps) if head_norm is not None else (None, 0.0)
-        return rotate_and_write(
-            qkv, weight, eps, cos, sin, cache, metadata.slot_mapping, self.k_scale, self.v_scale
-        )  # fmt: skip
+        return rotate_and_write(qkv, weight, eps, cos, sin, cache, metadata.slot_mapping, *scales)
 
     def attend(
-        self, query: torch.Tensor, cache: torch.Tensor, metadata: Metadata, scale: float, window: int | None
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
+        scale: float,
+        window: int | None,
+        scales: KVScales,
     ) -> torch.Tensor:
         """Causal attention over each query token's context.
 
@@ -219,21 +262,28 @@ class TritonPagedAttention:
             query: [tokens, num_heads, head_dim] of the model's dtype; tokens may be strided.
             cache: one layer's.
             window: positions that a token sees, itself included; None: all before it.
+            scales: those that the cache was written with.
 
         Returns:
             [tokens, num_heads * head_dim], of query's dtype.
         """
         make = torch.zeros if len(query) > metadata.num_tokens else torch.empty
         output = make((len(query), query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
-        tables, scales = metadata.block_tables, (self.k_scale, self.v_scale)
+        tables = metadata.block_tables
         if metadata.tiles is not None and metadata.prefill_config is not None:
             prefill(query, cache, metadata.tiles, tables, output, scale, window, metadata.prefill_config, *scales)
         for index, rows in enumerate(metadata.decodes):
             plan = self._planned(rows, index, window)
             some = slice(rows.first, rows.first + len(rows.slots))
+            partials = None
+            if window is None and rows.prefixes is not None and self._prefix_workspace is not None:
+                partials = attend_prefixes(
+                    query[some], cache, tables, rows.prefixes, self._prefix_workspace, scale, self.prefix_config,
+                    scales.key,
+                )  # fmt: skip
             decode(
                 query[some], cache, rows.slots, rows.context_lens, tables, plan, self._workspace, output[some], scale,
-                self.config_for(len(rows.slots)), *scales,
+                self.decode_config, *scales, partials,
             )  # fmt: skip
         return output
 
@@ -241,15 +291,15 @@ class TritonPagedAttention:
         """The plan of the step's ``index``-th group of rows, filled when the first layer with this window asks."""
         plan = rows.plans.get(window)
         if plan is None:
-            config = self.config_for(len(rows.slots))
-            key = (window, index, config)
+            config, key = self.decode_config, (window, index)
             plan = self._plans.get(key)
             if plan is None:
                 plan = self._plans[key] = make_decode_plan(
                     self.programs_of(config), self.max_rows, config.tile, self.device,
-                    split_tiles=self.split_tiles, window=window,
+                    programs_per_sm=config.programs_per_sm, split_tiles=self.split_tiles, window=window,
                 )  # fmt: skip
-            plan_decode(plan, rows.slots, rows.context_lens)
+            prefixes = rows.prefixes.rows if rows.prefixes is not None and window is None else None
+            plan_decode(plan, rows.slots, rows.context_lens, prefixes)
             rows.plans[window] = plan
         return plan
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import triton
 from triton.errors import TritonError as KernelError
 
+from gpu_worker.kernels.activation import silu_mul
 from gpu_worker.kernels.gemm_config import GemmChoice, GemvConfig
 from gpu_worker.kernels.gemv import gemv
 from gpu_worker.kernels.split_k import split_k
@@ -36,6 +37,7 @@ def gemm(
     arrivals: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
+    gated: bool = False,
     compile_only: bool = False,
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` [tokens, out] for ``x`` [tokens, in], ``weight`` [out, in] and ``bias`` [out].
@@ -43,13 +45,17 @@ def gemm(
     Args:
         arrivals: of :func:`gpu_worker.kernels.split_k.make_arrivals`.
         out_dtype: dtype of the result; x's where None.
+        gated: the first half of the weight's rows, and of the bias, is the gate, and the result is ``silu(gate) * up``
+            [tokens, out / 2]. Kernels of ours compute it before they round; after the library's it is another kernel's
+            work.
         compile_only: compile the kernel and launch nothing; the result is undefined. Not for the library.
     """
     if choice is None:
-        return library_gemm(x, weight, bias, out_dtype)
+        product = library_gemm(x, weight, bias, out_dtype)
+        return silu_mul(product) if gated else product
     if isinstance(choice, GemvConfig):
-        return gemv(x, weight, bias, choice, out_dtype=out_dtype, compile_only=compile_only)
-    return split_k(x, weight, bias, choice, arrivals, out_dtype=out_dtype, compile_only=compile_only)
+        return gemv(x, weight, bias, choice, out_dtype=out_dtype, gated=gated, compile_only=compile_only)
+    return split_k(x, weight, bias, choice, arrivals, out_dtype=out_dtype, gated=gated, compile_only=compile_only)
 
 
 def library_gemm(

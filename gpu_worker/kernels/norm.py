@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_worker.kernels.programmatic_launch import let_next_start, pdl_options, wait_for_previous
+
 MAX_SIZE = 16384
 """Elements of a row at most: a row is held in the registers of one program."""
 TILE = 1024
@@ -67,6 +69,7 @@ def _launch(
         ROWS=rows_per_program,
         HAS_DELTA=delta is not None,
         num_warps=min(16, max(4, block // 512)),
+        **pdl_options(hidden.device),
     )
     return normed
 
@@ -83,13 +86,16 @@ def _add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < SIZE
     mask = (row < rows) & inside
     place = row * SIZE + column
     weight = tl.load(weight_ptr + column, inside, other=0.0, eviction_policy="evict_last")
+    wait_for_previous(PDL)
     x = tl.load(hidden_ptr + place, mask, other=0.0)
     if HAS_DELTA:
         x += tl.load(delta_ptr + place, mask, other=0.0).to(tl.float32)

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_worker.kernels.fp8 import query_operand
+
 LOG2_E = math.log2(math.e)
 
 
@@ -115,7 +117,7 @@ def _load_block(table_ptr, start, context, BLOCK_SIZE: tl.constexpr, KEYS: tl.co
 
 
 @triton.jit
-def _attend_keys(
+def attend_keys(
     maximum,
     total,
     values,
@@ -141,6 +143,7 @@ def _attend_keys(
     Without IS_MASKED all of them exist and are visible to all rows.
     """
     dim = tl.arange(0, DIM_TILE)
+    query = query_operand(query, cache_ptr.dtype.element_ty)
     # Block indices are read an iteration ahead, as in ``paged_decode``.
     block = _load_block(table_ptr, begin, context, BLOCK_SIZE, KEYS)
     for start in tl.range(begin, end, KEYS):
@@ -221,11 +224,11 @@ def _prefill_kernel(
         masked_from = tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS
     else:
         masked_from = (first_position + 1) // KEYS * KEYS
-        maximum, total, values = _attend_keys(
+        maximum, total, values = attend_keys(
             maximum, total, values, query, head_ptr, table_ptr, 0, masked_from, position, context, window, scale,
             KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, False, False,
         )  # fmt: skip
-    maximum, total, values = _attend_keys(
+    maximum, total, values = attend_keys(
         maximum, total, values, query, head_ptr, table_ptr, masked_from, context, position, context, window, scale,
         KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, HAS_WINDOW, True,
     )  # fmt: skip

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_worker.kernels.fp8 import to_dtype
+from gpu_worker.kernels.programmatic_launch import let_next_start, pdl_options, wait_for_previous
+
 TILE = 1024
 """Elements of a program: 64 threads with 16 of them each."""
 
@@ -56,17 +59,8 @@ def rotate_and_write(
     half_tile = triton.next_power_of_2(half)
     tile_heads = max(1, TILE // (2 * half_tile))
     _rotate_and_write_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, tile_heads))](
-        qkv,
-        cos if norm_weight is None else norm_weight,
-        cos,
-        sin,
-        cache,
-        slot_mapping,
-        query,
-        eps,
-        1.0 / k_scale,
-        1.0 / v_scale,
-        cos.stride(0),
+        qkv, cos if norm_weight is None else norm_weight, cos, sin, cache, slot_mapping, query,
+        eps, 1.0 / k_scale, 1.0 / v_scale, cos.stride(0),
         HEADS=heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -78,45 +72,43 @@ def rotate_and_write(
         TILE_HEADS=tile_heads,
         HAS_NORM=norm_weight is not None,
         num_warps=2,
-    )
+        **pdl_options(qkv.device),
+    )  # fmt: skip
     return query
 
 
 @triton.jit
 def _store(value, cache_factor, query_ptrs, cache_ptrs, to_query, to_cache):
     tl.store(query_ptrs, value.to(query_ptrs.dtype.element_ty), to_query)
-    tl.store(cache_ptrs, (value * cache_factor).to(cache_ptrs.dtype.element_ty), to_cache)
+    tl.store(cache_ptrs, to_dtype(value * cache_factor, cache_ptrs.dtype.element_ty), to_cache)
 
 
 @triton.jit
 def _rotate_and_write_kernel(
-    qkv_ptr,
-    norm_weight_ptr,
-    cos_ptr,
-    sin_ptr,
-    cache_ptr,
-    slot_mapping_ptr,
-    query_ptr,
-    eps,
-    k_factor,
-    v_factor,
-    cos_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_TILE: tl.constexpr,
-    REST: tl.constexpr,
-    REST_TILE: tl.constexpr,
-    TILE_HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-):
+    qkv_ptr, norm_weight_ptr, cos_ptr, sin_ptr, cache_ptr, slot_mapping_ptr, query_ptr,
+    eps, k_factor, v_factor, cos_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HALF: tl.constexpr,
+    HALF_TILE: tl.constexpr, REST: tl.constexpr, REST_TILE: tl.constexpr, TILE_HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
     exists = head < HEADS + 2 * KV_HEADS
     is_query = head < HEADS
     is_rotated = head < HEADS + KV_HEADS
+    column = tl.arange(0, HALF_TILE)[None, :]
+    in_half = column < HALF
+    if REST > 0:
+        rest_column = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
+        in_rest = rest_column < HEAD_DIM
+    if HAS_NORM:
+        weight_ptrs = norm_weight_ptr + tl.where(is_query, 0, HEAD_DIM)
+        w1 = tl.load(weight_ptrs + column, is_rotated & in_half, other=1.0)
+        w2 = tl.load(weight_ptrs + HALF + column, is_rotated & in_half, other=1.0)
+        if REST > 0:
+            w3 = tl.load(weight_ptrs + rest_column, is_rotated & in_rest, other=1.0)
+    wait_for_previous(PDL)
 
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     # Heads of k and v lie in the cache as they do in qkv: the keys' [kv_heads, block_size, head_dim], then the values'.
@@ -127,13 +119,9 @@ def _rotate_and_write_kernel(
     to_cache = exists & (head >= HEADS) & (slot >= 0)
     factor = tl.where(is_rotated, k_factor, v_factor)
 
-    column = tl.arange(0, HALF_TILE)[None, :]
-    in_half = column < HALF
     x1 = tl.load(from_ptrs + column, exists & in_half, other=0.0).to(tl.float32)
     x2 = tl.load(from_ptrs + HALF + column, exists & in_half, other=0.0).to(tl.float32)
     if REST > 0:
-        rest_column = 2 * HALF + tl.arange(0, REST_TILE)[None, :]
-        in_rest = rest_column < HEAD_DIM
         x3 = tl.load(from_ptrs + rest_column, exists & in_rest, other=0.0).to(tl.float32)
 
     if HAS_NORM:
@@ -141,11 +129,10 @@ def _rotate_and_write_kernel(
         if REST > 0:
             squares += tl.sum(x3 * x3, 1, keep_dims=True)
         scale = tl.where(is_rotated, tl.rsqrt(squares / HEAD_DIM + eps), 1.0)
-        weight_ptrs = norm_weight_ptr + tl.where(is_query, 0, HEAD_DIM)
-        x1 = x1 * scale * tl.load(weight_ptrs + column, is_rotated & in_half, other=1.0)
-        x2 = x2 * scale * tl.load(weight_ptrs + HALF + column, is_rotated & in_half, other=1.0)
+        x1 = x1 * scale * w1
+        x2 = x2 * scale * w2
         if REST > 0:
-            x3 = x3 * scale * tl.load(weight_ptrs + rest_column, is_rotated & in_rest, other=1.0)
+            x3 = x3 * scale * w3
 
     cos = tl.load(cos_ptr + token * cos_stride + column, in_half, other=1.0)
     minus_sin = tl.load(sin_ptr + token * cos_stride + column, in_half, other=0.0)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_worker.kernels.programmatic_launch import pdl_options, start_after_previous
 from gpu_worker.kernels.sampling_layout import DRAWN, FLAGS, RECORD
 from gpu_worker.kernels.sampling_noise import gumbel, id_of, ranked, row_key, scale_of
 
@@ -73,6 +74,7 @@ def sample_argmax(
             GROUP=GROUP,
             FAST=logits.is_cuda,
             num_warps=8,
+            **pdl_options(logits.device),
         )
     return tokens
 
@@ -141,7 +143,9 @@ def _argmax_kernel(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     split, splits, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     record_ptr = records_ptr + slot * RECORD

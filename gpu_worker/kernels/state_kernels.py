@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_worker.kernels.programmatic_launch import pdl_options, start_after_previous
+
 ROWS = 64
 """Rows of a program where each row is one value."""
 BLOCK = 1024
@@ -72,6 +74,7 @@ def gather_decode_inputs(
             BLOCK_SIZE=block_size,
             ROWS=ROWS,
             num_warps=2,
+            **pdl_options(slots.device),
         )
     return DecodeInputs(*inputs.unbind())
 
@@ -108,6 +111,7 @@ def gather_span_inputs(
             block_tables.stride(0),
             BLOCK_SIZE=block_size,
             BLOCK=BLOCK,
+            **pdl_options(spans.device),
         )
     return SpanInputs(*inputs.unbind())
 
@@ -128,7 +132,16 @@ def write_back(
     rows = len(slots)
     if rows:
         _write_back_kernel[(triton.cdiv(rows, ROWS),)](
-            slots, tokens, token_ids, num_tokens, limit, rows, token_ids.stride(0), ROWS=ROWS, num_warps=2
+            slots,
+            tokens,
+            token_ids,
+            num_tokens,
+            limit,
+            rows,
+            token_ids.stride(0),
+            ROWS=ROWS,
+            num_warps=2,
+            **pdl_options(slots.device),
         )
 
 
@@ -186,7 +199,9 @@ def _gather_decode_kernel(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < rows
     slot = tl.load(slots_ptr + row, mask, other=0).to(tl.int64)
@@ -214,7 +229,9 @@ def _gather_spans_kernel(
     table_stride,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     span_ptr = spans_ptr + 4 * tl.program_id(0)
     slot = tl.load(span_ptr).to(tl.int64)
     start, count, first = tl.load(span_ptr + 1), tl.load(span_ptr + 2), tl.load(span_ptr + 3)
@@ -236,8 +253,17 @@ def _gather_spans_kernel(
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["slots_ptr", "tokens_ptr"])
 def _write_back_kernel(
-    slots_ptr, tokens_ptr, token_ids_ptr, num_tokens_ptr, limit_ptr, rows, tokens_stride, ROWS: tl.constexpr
+    slots_ptr,
+    tokens_ptr,
+    token_ids_ptr,
+    num_tokens_ptr,
+    limit_ptr,
+    rows,
+    tokens_stride,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    start_after_previous(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < rows
     slot = tl.load(slots_ptr + row, mask, other=0).to(tl.int64)

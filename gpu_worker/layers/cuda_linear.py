@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 
+from gpu_worker.kernels.activation import silu_mul
 from gpu_worker.kernels.gemm import gemm
 from gpu_worker.kernels.gemm_config import GemmChoice
 from gpu_worker.kernels.split_k import make_arrivals
@@ -25,6 +27,9 @@ class CudaLinear:
             of summation for any number of them.
     """
 
+    GATED: ClassVar[bool] = False
+    """Whether the result is ``silu(gate) * up`` of the product's halves."""
+
     def __init__(
         self,
         weight: torch.Tensor,
@@ -34,8 +39,10 @@ class CudaLinear:
         batch_invariant: bool = False,
     ) -> None:
         self.weight, self.bias, self.out_dtype = weight.contiguous(), bias, out_dtype
-        self.shape = GemmShape(weight.shape[0], weight.shape[1], weight.dtype, out_dtype or weight.dtype)
+        rows, depth = weight.shape
+        self.shape = GemmShape(rows, depth, weight.dtype, out_dtype or weight.dtype, self.GATED)
         self._arrivals = make_arrivals(weight.device)
+        self._gated = False
         self._choices: tuple[GemmChoice, ...] = ()
         self._beyond: GemmChoice = None
         if batch_invariant:
@@ -45,7 +52,7 @@ class CudaLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, in] to [tokens, out]."""
-        return gemm(x, self.weight, self.bias, self.choice(len(x)), self._arrivals, out_dtype=self.out_dtype)
+        return self._compute(x, self.choice(len(x)))
 
     def choice(self, tokens: int) -> GemmChoice:
         """What computes the product of so many tokens."""
@@ -66,15 +73,39 @@ class CudaLinear:
             x = self.weight.new_zeros(tokens, self.shape.in_features)
             choice = self.choice(tokens)
             if choice is not None or not compile_only:
-                gemm(
-                    x,
-                    self.weight,
-                    self.bias,
-                    choice,
-                    self._arrivals,
-                    out_dtype=self.out_dtype,
-                    compile_only=compile_only,
-                )
+                self._compute(x, choice, compile_only=compile_only)
+
+    def _compute(self, x: torch.Tensor, choice: GemmChoice, *, compile_only: bool = False) -> torch.Tensor:
+        return gemm(
+            x,
+            self.weight,
+            self.bias,
+            choice,
+            self._arrivals,
+            out_dtype=self.out_dtype,
+            gated=self._gated,
+            compile_only=compile_only,
+        )
+
+
+class CudaGatedLinear(CudaLinear):
+    """``silu(gate(x)) * up(x)``, [tokens, in] to [tokens, size]: ``weight`` [2 * size, in], the gate first.
+
+    Kernels for few tokens compute all of it; the sums of gate and up are rounded to x's dtype before the activation
+    only where that is a kernel of its own. So it always is in the batch-invariant mode.
+    """
+
+    GATED = True
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+    ) -> None:
+        super().__init__(weight, bias, batch_invariant=batch_invariant)
+        self._gated = not batch_invariant
+
+    def _compute(self, x: torch.Tensor, choice: GemmChoice, *, compile_only: bool = False) -> torch.Tensor:
+        result = super()._compute(x, choice, compile_only=compile_only)
+        return result if self._gated or compile_only else silu_mul(result)
 
 
 class CudaHead(CudaLinear):

@@ -39,17 +39,21 @@ Measured: TypeAlias = dict[str, dict[int, GemmChoice]]
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """A weight [out_features, in_features] of a dtype, and the dtype of what its product gives."""
+    """A weight [out_features, in_features] of a dtype, and the dtype of what its product gives.
+
+    Where ``gated``, that is ``silu(gate) * up`` of the product's halves.
+    """
 
     out_features: int
     in_features: int
     dtype: torch.dtype
     out_dtype: torch.dtype
+    gated: bool = False
 
     @property
     def key(self) -> str:
-        """``bfloat16 4096x1024``, and `` -> float32`` where the result has another dtype."""
-        key = f"{_name(self.dtype)} {self.out_features}x{self.in_features}"
+        """``bfloat16 4096x1024``, `` gated``, and `` -> float32`` where the result has another dtype."""
+        key = f"{_name(self.dtype)} {self.out_features}x{self.in_features}{' gated' if self.gated else ''}"
         return key if self.out_dtype == self.dtype else f"{key} -> {_name(self.out_dtype)}"
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from gpu_worker.kernels.activation import silu_mul
 from gpu_worker.kernels.gemm import KernelError, gemm
 from gpu_worker.kernels.gemm_config import GemmChoice, GemvConfig, SplitKConfig
 from gpu_worker.kernels.split_k import make_arrivals
@@ -41,6 +42,7 @@ SPLIT_K_TILES = {
     128: ((128, 64, 8, 4), (64, 64, 4, 4), (128, 128, 8, 3)),
 }
 """(block_n, block_k, warps, stages) by block_m."""
+MOST_SPLIT_K_TOKENS = 128
 
 
 def candidates(shape: GemmShape, tokens: int) -> Iterator[GemmChoice]:
@@ -49,11 +51,13 @@ def candidates(shape: GemmShape, tokens: int) -> Iterator[GemmChoice]:
     if shape.dtype.itemsize != 2 or shape.in_features % 16:
         return
     if tokens <= MAX_GEMV_TOKENS:
+        # A gated product has a row of the gate and one of up in each program at least.
+        least_rows = 2 if shape.gated else 1
         for rows, block_k, warps in GEMV_CONFIGS[tokens]:
-            if block_k <= shape.in_features:
+            if rows >= least_rows and block_k <= shape.in_features:
                 yield GemvConfig(rows, block_k, warps)
-    if tokens > 1:
-        block_m = min(128, max(16, tokens))
+    if 1 < tokens <= MOST_SPLIT_K_TOKENS:
+        block_m = max(16, tokens)
         seen = set()
         for block_n, block_k, warps, stages in SPLIT_K_TILES[block_m]:
             tile = SplitKConfig(block_n, block_m, block_k, 1, warps, stages)
@@ -95,13 +99,15 @@ class GemmTimer:
         """Compile the choice's kernel without launching it."""
         if choice is not None:
             x, weights = self.operands(shape, tokens)
-            gemm(x, weights[0], None, choice, self._arrivals, out_dtype=shape.out_dtype, compile_only=True)
+            self._product(shape, choice, x, weights[0], compile_only=True)
 
     def error(self, shape: GemmShape, tokens: int, choice: GemmChoice) -> float:
         """The largest difference from the float32 product, relative to the largest value."""
         x, weights = self.operands(shape, tokens)
         expected = x.float() @ weights[0].float().T
-        result = gemm(x, weights[0], None, choice, self._arrivals, out_dtype=shape.out_dtype)
+        if shape.gated:
+            expected = silu_mul(expected)
+        result = self._product(shape, choice, x, weights[0])
         return float((result.float() - expected).abs().max() / expected.abs().max())
 
     def microseconds(self, shape: GemmShape, tokens: int, choice: GemmChoice) -> float:
@@ -111,12 +117,26 @@ class GemmTimer:
 
         def run() -> None:
             for weight in calls:
-                gemm(x, weight, None, choice, self._arrivals, out_dtype=shape.out_dtype)
+                self._product(shape, choice, x, weight)
 
-        gemm(x, weights[0], None, choice, self._arrivals, out_dtype=shape.out_dtype)
+        self._product(shape, choice, x, weights[0])
         graph = self._capture(run)
         graph.replay()
         return min(_replay_microseconds(graph) for _ in range(REPLAYS)) / len(calls)
+
+    def _product(
+        self, shape: GemmShape, choice: GemmChoice, x: torch.Tensor, weight: torch.Tensor, *, compile_only: bool = False
+    ) -> torch.Tensor:
+        return gemm(
+            x,
+            weight,
+            None,
+            choice,
+            self._arrivals,
+            out_dtype=shape.out_dtype,
+            gated=shape.gated,
+            compile_only=compile_only,
+        )
 
     def times(self, shape: GemmShape, tokens: int) -> dict[GemmChoice, float]:
         """Microseconds of every candidate that this device can run."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from gpu_worker import kernels
-from gpu_worker.layers.linear import LinearLayer
+from gpu_worker.layers.linear import LinearLayer, make_linear
 
 UNDIVIDED = 32768
 """Elements that torch computes in one piece on a CPU (its grain size). Beyond it threads share an operation at a border
@@ -16,27 +16,46 @@ that may lie inside a row, and the elements before a border are rounded by anoth
 
 
 class GatedMLP:
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one product.
+    """``down(silu(gate(x)) * up(x))``.
 
     Args:
-        device: of the layers.
-        batch_invariant: a row's result is the same bits whatever other rows there are.
+        gated: of :func:`make_gated_linear`.
     """
 
-    def __init__(
-        self,
-        gate_up: LinearLayer,
-        down: LinearLayer,
-        intermediate_size: int,
-        device: torch.device,
-        *,
-        batch_invariant: bool = False,
-    ) -> None:
-        self.gate_up, self.down = gate_up, down
-        self._activate = _activation(device, max(1, UNDIVIDED // intermediate_size) if batch_invariant else None)
+    def __init__(self, gated: LinearLayer, down: LinearLayer) -> None:
+        self.gated, self.down = gated, down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._activate(self.gate_up(x)))
+        return self.down(self.gated(x))
+
+
+def make_gated_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = False
+) -> LinearLayer:
+    """``silu(gate(x)) * up(x)``, [tokens, in] to [tokens, size], with gate and up in one product.
+
+    Args:
+        weight: [2 * size, in], the gate first; it is taken over (it may be repacked).
+        bias: [2 * size].
+        batch_invariant: a row's result is the same bits whatever other rows there are.
+    """
+    if weight.is_cuda:
+        from gpu_worker.layers.cuda_linear import CudaGatedLinear
+
+        return CudaGatedLinear(weight, bias, batch_invariant=batch_invariant)
+    product = make_linear(weight, bias, batch_invariant=batch_invariant)
+    rows = max(1, 2 * UNDIVIDED // len(weight)) if batch_invariant else None
+    return GatedLinear(product, _activation(weight.device, rows))
+
+
+class GatedLinear:
+    """A product of gate and up, then the activation."""
+
+    def __init__(self, gate_up: LinearLayer, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.gate_up, self._activate = gate_up, activate
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activate(self.gate_up(x))
 
 
 def _activation(device: torch.device, undivided_rows: int | None) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpu_worker.loading.progress import Progress
+from gpu_worker.loading.weights import stack_taken
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,17 @@ class DummyWeights:
         # torch's generator for the CPU looks at 32 bits of its seed.
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
         return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DEVIATION, generator=generator)
+
+    def find(self, name: str) -> torch.Tensor | None:
+        return None
+
+    def stack(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return stack_taken(self, names, shapes, dtype, device)
+
+    def finish(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -7,6 +7,7 @@ tenth of a second where its reader takes seconds.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpu_worker.loading.progress import Progress
-from gpu_worker.loading.weights import GgufNames, check_shape, missing
+from gpu_worker.loading.weights import GgufNames, check_shape, missing, stack_taken
 from shared.errors import StartupError
 from shared.gguf_header import GGML_TYPES, GgufTensor, read_gguf_header
 
@@ -66,6 +67,18 @@ class GgufWeights:
             values = _deinterleave(values, self.head_dim)
         self.progress.update(tensor.nbytes)
         return torch.from_numpy(values)
+
+    def find(self, name: str) -> torch.Tensor | None:
+        """None: the format has nothing beside the tensors of the architecture."""
+        return None
+
+    def stack(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return stack_taken(self, names, shapes, dtype, device)
+
+    def finish(self) -> None:
+        pass
 
     def close(self) -> None:
         with self._changed:

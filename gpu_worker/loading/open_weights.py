@@ -11,8 +11,13 @@ from shared.model_config import ModelConfig
 from shared.model_source import ModelSource
 
 
-def open_weights(source: ModelSource, config: ModelConfig, load_format: str, seed: int) -> Weights:
+def open_weights(
+    source: ModelSource, config: ModelConfig, load_format: str, seed: int, *, read_ahead: bool = False
+) -> Weights:
     """Open the weights of ``source``; a GGUF file begins to be read at once.
+
+    Args:
+        read_ahead: safetensors files, too, begin to be read, into the page cache.
 
     Raises:
         StartupError: a file is missing or cannot be read.
@@ -23,4 +28,4 @@ def open_weights(source: ModelSource, config: ModelConfig, load_format: str, see
         raise StartupError(f"{source.path} is a configuration without weights; add --load-format dummy for random ones")
     if source.kind == "gguf":
         return GgufWeights(source.path, config.head_dim)
-    return SafetensorsWeights(source.path)
+    return SafetensorsWeights(source.path, read_ahead=read_ahead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from gpu_worker.loading.progress import Progress
@@ -45,8 +45,46 @@ class Weights(Protocol):
             StartupError: it is missing, or has another shape; the text names it.
         """
 
+    def find(self, name: str) -> torch.Tensor | None:
+        """A small tensor that a checkpoint may do without, of whatever shape it has; None: it is not there."""
+
+    def stack(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Tensors one below the other in a tensor of ``dtype`` on ``device``, whose contents may come until ``finish``.
+
+        Args:
+            shapes: of each; they differ in the first dimension alone.
+
+        Raises:
+            StartupError: as of ``take``.
+        """
+
+    def finish(self) -> None:
+        """Wait until everything that was asked for is there.
+
+        Raises:
+            StartupError: a file cannot be read; the text names it and the tensor.
+        """
+
     def close(self) -> None:
-        """Release the files; finish the progress bar."""
+        """Release the files, whatever is still to come; finish the progress bar."""
+
+
+def stack_taken(
+    weights: Weights,
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """``Weights.stack`` of whole tensors, taken one by one."""
+    parts = [weights.take(name, shape).to(device, dtype) for name, shape in zip(names, shapes, strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    import torch
+
+    return torch.cat(parts)
 
 
 def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str) -> None:

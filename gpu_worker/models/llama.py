@@ -128,6 +128,7 @@ class LlamaForCausalLM:
             builder.linear([prefix + "o_proj"], (config.hidden_size,), q_size, variant.output_bias),
             self._head_norm(builder, prefix) if variant.qk_norm else None,
             sliding_window(config, index),
+            builder.kv_scales(prefix),
         )
 
     def _head_norm(self, builder: Builder, prefix: str) -> HeadNorm:
@@ -139,6 +140,6 @@ class LlamaForCausalLM:
     def _mlp(self, builder: Builder, prefix: str) -> GatedMLP:
         config, bias = builder.config, self.variant(builder).mlp_bias
         size = config.intermediate_size
-        gate_up = builder.linear([prefix + "gate_proj", prefix + "up_proj"], (size, size), config.hidden_size, bias)
+        gated = builder.gated_linear(prefix + "gate_proj", prefix + "up_proj", size, config.hidden_size, bias)
         down = builder.linear([prefix + "down_proj"], (config.hidden_size,), size, bias)
-        return GatedMLP(gate_up, down, size, builder.device, batch_invariant=builder.batch_invariant)
+        return GatedMLP(gated, down)

@@ -15,6 +15,7 @@ KINDS = {
     "throughput": "many requests at once in an engine without HTTP",
     "latency": "one batch after another in an engine without HTTP",
     "prefix": "requests that share long prefixes, with and without the prefix cache",
+    "mixed": "steady requests while long prompts come: gaps between tokens, time to first token",
     "startup": "time from the start of an engine to its first token",
 }
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from gpu_worker.start_parts import EVENT as PART
 from headrace.bench import offline
 from headrace.bench.startup_child import FIRST_TOKEN, PROCESS_UP, READY, STOPPED
 from headrace.client import RequestFailed, base_url, readiness, stream_completion
@@ -47,8 +48,19 @@ PROBE_S = 0.02
 FORMULAS = """\
 time of a phase = from the start of the process until the phase is reached
 startup time    = the time of 'ready'
+time of a part  = what the worker spends on it; weights are read, and kernels compiled, beside other parts
 cold            = the caches of compiled kernels are empty, and the model's files are dropped from the page cache
 warm            = both are as the starts before left them"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """One start, in seconds."""
+
+    phases: dict[str, float]
+    """When it reached them, of ``PHASES``."""
+    parts: dict[str, float]
+    """How long parts of the worker's start took, of ``gpu_worker.start_parts``."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,14 +87,14 @@ def measure(settings: Settings, options: argparse.Namespace) -> Mapping[str, Any
     # The settings are passed on; those in the environment are among them.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
-    def start(variables: Mapping[str, str]) -> dict[str, float]:
+    def start(variables: Mapping[str, str]) -> Start:
         environ = {**inherited, PARENT_VARIABLE: str(os.getpid()), "TQDM_DISABLE": "1", **variables}
         if options.serve:
             return start_server(asked, ids, environ)
         return start_engine(asked, ids, environ, tokenizer=offline.makes_text(shape, options))
 
-    cold: list[dict[str, float]] = []
-    warm: list[dict[str, float]] = []
+    cold: list[Start] = []
+    warm: list[Start] = []
     for _ in offline.progress(range(options.num_iters_cold), "Cold startup iterations", options):
         with empty_caches() as variables:
             drop_from_page_cache(model_files(settings))
@@ -101,6 +113,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.reached: dict[str, float] = {}
+        self.parts: dict[str, float] = {}
         self.reason = ""
         """What went wrong, in the words of the process that said so last."""
         self._began = time.monotonic()
@@ -116,27 +129,27 @@ class Timeline:
             phase = said.get("phase") or LOG_EVENTS.get(said.get("event", ""))
             if phase is not None:
                 self.reach(phase)
+            elif said.get("event") == PART:
+                self.parts[said["part"]] = said["seconds"]
             elif said.get("level") in ("warning", "error") or not said:
                 print(f"{said['service']}: {said['event']}" if "event" in said else line.rstrip(), file=sys.stderr)
             if said.get("level") == "error":
                 self.reason = said["event"]
             self.reason = said.get("reason", self.reason)
 
-    def result(self, code: int) -> dict[str, float]:
-        """The phases; ``code``: the exit code of the process.
+    def result(self, code: int) -> Start:
+        """What was reached; ``code``: the exit code of the process.
 
         Raises:
             StartupError: it failed.
         """
         if code != 0 or FIRST_TOKEN not in self.reached:
             raise StartupError(self.reason or f"what was to be measured {describe_exit(code)}")
-        return self.reached
+        return Start(self.reached, self.parts)
 
 
-def start_engine(
-    settings: Settings, prompt: list[int], environ: Mapping[str, str], *, tokenizer: bool
-) -> dict[str, float]:
-    """Start an ``LLM`` in a process of its own, ask for one token and stop it; returns the times of the phases.
+def start_engine(settings: Settings, prompt: list[int], environ: Mapping[str, str], *, tokenizer: bool) -> Start:
+    """Start an ``LLM`` in a process of its own, ask for one token and stop it.
 
     Raises:
         StartupError: in the words of the process that failed.
@@ -149,8 +162,8 @@ def start_engine(
     return timeline.result(child.returncode)
 
 
-def start_server(settings: Settings, prompt: list[int], environ: Mapping[str, str]) -> dict[str, float]:
-    """Start ``headrace serve``, ask for one token over HTTP and stop it; returns the times of the phases.
+def start_server(settings: Settings, prompt: list[int], environ: Mapping[str, str]) -> Start:
+    """Start ``headrace serve``, ask for one token over HTTP and stop it.
 
     Raises:
         StartupError: in the words of the process that failed.
@@ -211,6 +224,8 @@ def drop_from_page_cache(files: Sequence[Path]) -> None:
     """Let the kernel forget the contents of ``files``, so that they are read from the disk again."""
     for file in files:
         with file.open("rb") as opened:
+            # What is not on the disk yet stays.
+            os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -235,31 +250,38 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _summary(kind: str, starts: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """vLLM's keys for the startup time, and each phase's times."""
+def _summary(kind: str, starts: Sequence[Start]) -> dict[str, Any]:
+    """vLLM's keys for the startup time, and the times of each phase and part."""
     if not starts:
         return {}
-    times = [start[READY] for start in starts]
+    times = [start.phases[READY] for start in starts]
     return {
         f"avg_{kind}_startup_time": float(np.mean(times)),
         f"{kind}_startup_times": times,
         f"{kind}_startup_percentiles": offline.percentiles(times),
-        f"avg_{kind}_first_token_time": float(np.mean([start[FIRST_TOKEN] for start in starts])),
-        f"{kind}_phases": {phase: [start[phase] for start in starts if phase in start] for phase in PHASES},
+        f"avg_{kind}_first_token_time": float(np.mean([start.phases[FIRST_TOKEN] for start in starts])),
+        f"{kind}_phases": _columns(PHASES, [start.phases for start in starts]),
+        f"{kind}_parts": _columns(starts[0].parts, [start.parts for start in starts]),
     }
 
 
-def _as_text(starts: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+def _columns(names: Iterable[str], rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    return {name: [row[name] for row in rows if name in row] for name in names}
+
+
+def _as_text(starts: Mapping[str, Sequence[Start]]) -> str:
     lines = []
     for kind, found in starts.items():
         if not found:
             continue
-        times = [start[READY] for start in found]
+        times = [start.phases[READY] for start in found]
         lines += [f"{kind.upper()} STARTUP", f"Avg startup time: {np.mean(times):.2f} seconds"]
         lines += [f"  {name}% percentile: {value:.2f} seconds" for name, value in offline.percentiles(times).items()]
-        for phase, words in PHASES.items():
-            reached = [start[phase] for start in found if phase in start]
+        for phase, reached in _columns(PHASES, [start.phases for start in found]).items():
             if reached:
-                lines.append(f"  {phase:<13} {np.mean(reached):8.2f} s   {words}")
+                lines.append(f"  {phase:<13} {np.mean(reached):8.2f} s   {PHASES[phase]}")
+        lines.append("Parts of the worker's start")
+        for part, spent in _columns(found[0].parts, [start.parts for start in found]).items():
+            lines.append(f"  {part:<14}{np.mean(spent):8.2f} s")
         lines.append("")
     return "\n".join([*lines, FORMULAS])

@@ -29,7 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_prompt_embeds": (False,),
     "hf_overrides": (None, {}),
     "hf_token": (None,),
-    "kv_cache_dtype": ("auto",),
     "kv_transfer_config": (None,),
     "limit_mm_per_prompt": (None, {}),
     "max_logprobs": (20,),

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from api_gateway.calls import Calls
+from core_engine.engine_config import max_num_seqs_for
 from headrace.offline.jobs import Job, Sink
 from headrace.offline.latency import Latency
 from shared.config import Settings
@@ -58,7 +59,8 @@ class EngineLink:
         self._on_ready = on_ready
         self._name = process_name(settings)
         self._beat_s = settings.beat_s
-        self._window = min(settings.max_num_queued_reqs, max(MIN_WINDOW, 4 * settings.max_num_seqs))
+        num_seqs = max_num_seqs_for(settings, settings.device)
+        self._window = min(settings.max_num_queued_reqs, max(MIN_WINDOW, 4 * num_seqs))
         boot = new_boot()
         self._connector = Connector(endpoint, identity=f"llm/{boot:x}", boot=boot)
         self._pump = Pump(self._connector, self._on_message)

@@ -29,9 +29,9 @@ class Metric:
 
 @dataclasses.dataclass(slots=True)
 class Counter(Metric):
-    """Only grows; since the process that reports it began."""
+    """Only grows; since the process that reports it began. What counts seconds has fractions."""
 
-    value: int
+    value: int | float
 
 
 @dataclasses.dataclass(slots=True)
@@ -83,7 +83,7 @@ def to_metrics(samples: Iterable[Sample], labels: Mapping[str, str]) -> list[Met
         own = {**labels, **{key: text for key, text in extra.items() if key != "le"}}
         key = (name, kind, *sorted(own.items()))
         if kind is Counter:
-            found[key] = Counter(name, own, int(value))
+            found[key] = Counter(name, own, int(value) if value == int(value) else value)
         elif kind is Gauge:
             found[key] = Gauge(name, own, value)
         else:

@@ -107,7 +107,8 @@ class SimulatedWorker:
             if self.slots[slot].init.params.logprobs is not None
         ]
         array = np.array(tokens, np.int32)
-        return StepResult(step.epoch, step.number, array, np.empty(0, np.int32), recorded, prompt_logprobs=prompts)
+        seconds = 1e-3 * sum(count for _, _, count in forward)
+        return StepResult(step.epoch, step.number, array, np.empty(0, np.int32), recorded, seconds, prompts)
 
     def _score(self, slot: int, start: int, count: int) -> list[bytes] | None:
         """The records of the prompt tokens that the positions of a prefill row predict; None: not asked for."""
@@ -164,6 +165,7 @@ def make_config(**options: Any) -> CoreConfig:
         "max_model_len": 256,
         "max_num_partial_prefills": 1,
         "enable_chunked_prefill": True,
+        "chunk_target": None,
     }
     scheduler |= {name: options.pop(name) for name in list(options) if name in SchedulerConfig.__dataclass_fields__}
     scheduler.setdefault("max_prefill_tokens", scheduler["max_num_batched_tokens"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core_engine.chunking import ChunkTarget
 from core_engine.engine_config import EngineConfig, load_engine_config, scheduler_for
 from shared.config import Settings
 from shared.errors import StartupError
@@ -41,6 +42,11 @@ def test_token_budget_by_device(tmp_path: Path, device: str, budget: int) -> Non
     assert config.worker.max_num_batched_tokens == budget
 
 
+def test_the_worker_is_told_the_dtype_of_the_kv_cache(tmp_path: Path) -> None:
+    assert load(tmp_path).worker.kv_cache_dtype == "auto"
+    assert load(tmp_path, kv_cache_dtype="fp8").worker.kv_cache_dtype == "fp8"
+
+
 def test_an_unknown_device_is_known_once_the_worker_is_ready() -> None:
     settings = Settings(device="auto")
     assert scheduler_for(settings, 4096, "auto").max_num_batched_tokens == 8192
@@ -56,6 +62,30 @@ def test_whole_prompts_need_room_for_the_longest() -> None:
         scheduler_for(Settings(enable_chunked_prefill=False, max_num_batched_tokens=512), 1024, "cpu")
     with pytest.raises(StartupError, match="--max-prefill-tokens 512 < max_model_len 1024"):
         scheduler_for(Settings(enable_chunked_prefill=False, max_prefill_tokens=512), 1024, "cpu")
+
+
+@pytest.mark.parametrize(("device", "seqs"), [("cpu", 256), ("cuda", 1024), ("auto", 1024)])
+def test_sequences_by_device(tmp_path: Path, device: str, seqs: int) -> None:
+    """The slots of workers are fixed before one has said what its device is."""
+    config = load(tmp_path, device=device)
+    assert config.core.scheduler.max_num_seqs == seqs
+    assert config.worker.num_slots == config.core.num_slots == seqs + seqs // 16
+    assert scheduler_for(Settings(device="auto"), 4096, "cpu").max_num_seqs == 256
+    assert scheduler_for(Settings(max_num_seqs=7), 4096, device).max_num_seqs == 7
+
+
+def test_target_by_device() -> None:
+    def target(device: str, **settings: Any) -> ChunkTarget | None:
+        return scheduler_for(Settings(**settings), 1024, device).chunk_target
+
+    assert target("cpu") is None
+    assert target("cuda:0") == ChunkTarget.on("cuda", 0.040, is_default=True)
+    assert target("cuda:0", target_itl_ms=25.0) == ChunkTarget.on("cuda", 0.025)
+    assert target("cpu", target_itl_ms=100.0) == ChunkTarget.on("cpu", 0.1)
+    assert target("cuda", target_itl_ms=0.0) is None
+    assert target("cuda", enable_chunked_prefill=False) is None
+    with pytest.raises(StartupError, match="--target-itl-ms cuts prompts into chunks"):
+        target("cuda", enable_chunked_prefill=False, target_itl_ms=25.0)
 
 
 def test_model_and_settings(tmp_path: Path) -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from core_engine.chunking import ChunkTarget
 from shared.messages import FinishReason
 from tests.core_engine.simulation import VOCAB, Simulation
+
+
+def target_of(seconds: float | None) -> ChunkTarget | None:
+    """A target for the simulated worker, whose steps take a millisecond per token."""
+    if seconds is None:
+        return None
+    target = ChunkTarget.on("cpu", seconds)
+    return dataclasses.replace(target, first_chunk=2, least_chunk=1)
+
 
 options = st.fixed_dictionaries(
     {
@@ -20,6 +31,7 @@ options = st.fixed_dictionaries(
         "max_num_partial_prefills": st.integers(1, 3),
         "enable_prefix_caching": st.booleans(),
         "watermark": st.sampled_from([0.0, 0.1]),
+        "chunk_target": st.sampled_from([None, None, 0.004, 0.02]).map(target_of),
     }
 )
 
@@ -77,7 +89,7 @@ def test_outputs_equal_the_reference(options: dict[str, Any], seed: int) -> None
 @settings(max_examples=20, deadline=None)
 @given(options=options, seed=st.integers(0, 2**32))
 def test_whole_prompts(options: dict[str, Any], seed: int) -> None:
-    options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 64}
+    options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 64, "chunk_target": None}
     simulation = Simulation(**options)
     drive(simulation, seed)
     for step in simulation.steps:

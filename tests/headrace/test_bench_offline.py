@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tiny_models import TinyModels
 
-from headrace.bench import latency, offline, prefix, startup, throughput
+from headrace.bench import latency, mixed, offline, prefix, startup, throughput
 from headrace.bench.main import main as bench
 from headrace.bench.tokenizer import open_tokenizer
 from headrace.llm import LLM
@@ -123,6 +123,28 @@ def test_prefix(run_bench: Run) -> None:
     assert prefix.FORMULAS in printed
 
 
+def test_mixed(run_bench: Run) -> None:
+    flags = ("--num-decodes=3", "--decode-input-len=8", "--prompt-len=150", "--num-prompts=3", "--num-warmups=1")
+    result, printed = run_bench("mixed", *flags, "--interval=0.05", "--max-num-batched-tokens=64")
+    assert len(result["ttfts_ms"]) == 3
+    assert 0 < result["median_ttft_ms"] == sorted(result["ttfts_ms"])[1] <= result["worst_ttft_ms"]
+    assert result["num_gaps"] >= 3 * 3
+    assert 0 < result["gap_percentiles_ms"]["50"] <= result["gap_percentiles_ms"]["99"] <= result["worst_gap_ms"]
+    assert result["worst_gap_ms"] <= 1000 * result["duration_s"]
+    assert result["steady_tokens_per_second"] > 0
+    assert result["settings"]["enable_prefix_caching"] is False
+    assert "target_itl_ms" not in result["settings"]
+    assert f"Gaps: worst {result['worst_gap_ms']:.2f} ms, of {result['num_gaps']}" in printed
+    assert mixed.FORMULAS in printed
+
+
+def test_mixed_needs_room_for_the_steady_requests(shape_file: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--decode-input-len=500", "--prompt-len=8", "--num-decodes=2", "--num-prompts=1", "--num-warmups=4"]
+    code = bench(["mixed", "--model-config", str(shape_file), "--threads=1", "--interval=0.5", *flags])
+    assert code == EXIT_USAGE
+    assert "the context is too short" in capfd.readouterr().err
+
+
 def test_cold_startup(run_bench: Run) -> None:
     result, printed = run_bench("startup", "--num-iters-cold=1", "--num-iters-warmup=0", "--num-iters-warm=0")
     phases = result["cold_phases"]
@@ -133,6 +155,9 @@ def test_cold_startup(run_bench: Run) -> None:
     assert result["cold_startup_times"] == phases["ready"]
     assert result["cold_startup_percentiles"]["90"] == result["avg_cold_startup_time"] == phases["ready"][0]
     assert "warm_startup_times" not in result
+    assert {"imports", "device", "weights"} <= result["cold_parts"].keys()
+    assert all(0 <= seconds < phases["ready"][0] for (seconds,) in result["cold_parts"].values())
+    assert "Parts of the worker's start" in printed
     assert f"COLD STARTUP\nAvg startup time: {phases['ready'][0]:.2f} seconds" in printed
     assert "WARM" not in printed
     assert startup.FORMULAS in printed
@@ -180,6 +205,8 @@ def test_a_shape_is_served_with_token_ids(shape_file: pathlib.Path) -> None:
         (["prefix", "--num-prompts=2", "--input-length-range=9:8"], "'9:8' is not MIN:MAX"),
         (["prefix", "demo", "--num-prompts=2", "--input-length-range=8:9", "--prefix-len=9"], "the shortest prompt"),
         (["prefix", "demo", "--num-prompts=2", "--input-length-range=8:9", "--dataset-path=absent"], "absent"),
+        (["mixed", "demo"], "--prompt-len + 1 = 8193 tokens, more than max_model_len 8192"),
+        (["mixed", "demo", "--interval=-1"], "-1 is not a number of seconds"),
         (["startup", "--model-config=qwen3-0.6b", "--serve"], "give one with --tokenizer"),
         (["latency", "demo", "--output-json=/absent/file.json"], "it cannot be written there"),
         (["sartup"], "did you mean startup?"),

@@ -53,7 +53,7 @@ def test_flags_then_environment_then_file_then_defaults(write: Write) -> None:
     path = write("model: file\nport: 1\nhost: file\nblock-size: 32\nenforce-eager: true\n")
     found = parse("flag", "--no-enforce-eager", HEADRACE_CONFIG=path, HEADRACE_MODEL="environment", HEADRACE_PORT="2")
     assert (found.model, found.port, found.host, found.block_size) == ("flag", 2, "file", 32)
-    assert (found.enforce_eager, found.max_num_seqs) == (False, 256)
+    assert (found.enforce_eager, found.max_num_seqs) == (False, None)
 
 
 def test_an_empty_file_changes_nothing(write: Write) -> None:

@@ -270,7 +270,8 @@ def test_unknown_keyword_is_a_type_error_with_the_nearest(keywords: dict[str, An
         *[("tensor_parallel_size", 2), ("trust_remote_code", True), ("swap_space", 4), ("quantization", "awq")],
         *[("dtype", "int3"), ("max_model_len", 0), ("max_num_seqs", "8"), ("gpu_memory_utilization", 1.5)],
         *[("enforce_eager", 1), ("port", 1), ("api_key", ["x"]), ("listen", "ipc:///x"), ("tokenizers", 2)],
-        *[("kv_cache_dtype", "fp8"), ("cpu_offload_gb", 1), ("max_logprobs", 50), ("speculative_config", {"a": 1})],
+        *[("kv_cache_dtype", "fp8_e5m2"), ("cpu_offload_gb", 1), ("max_logprobs", 50)],
+        ("speculative_config", {"a": 1}),
     ],
 )
 def test_keyword_that_is_not_supported_is_named(keyword: str, value: Any) -> None:

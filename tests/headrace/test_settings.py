@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import GATEWAY, SERVICES, Settings, parse_settings
+from shared.config import GATEWAY, KV_CACHE_DTYPES, SERVICES, Settings, parse_settings
 
 ISSUE_FLAGS = {
     "--model": "demo",
@@ -16,7 +17,7 @@ ISSUE_FLAGS = {
     "--host": "127.0.0.1",
     "--dtype": "auto",
     "--max-model-len": None,
-    "--max-num-seqs": 256,
+    "--max-num-seqs": None,
     "--max-num-batched-tokens": None,
     "--max-prefill-tokens": None,
     "--max-num-partial-prefills": 1,
@@ -108,6 +109,24 @@ def test_a_service_refuses_a_flag_that_is_not_its_own() -> None:
 )
 def test_choices_contain_the_default(field: dataclasses.Field[object]) -> None:
     assert field.default in field.metadata["choices"]
+
+
+@pytest.mark.parametrize("name", KV_CACHE_DTYPES)
+def test_dtype_of_the_kv_cache(name: str) -> None:
+    assert parse("--kv-cache-dtype", name).kv_cache_dtype == name
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("int4", "auto, bfloat16, .*fp8_e4m3"), ("fp8_e5m2", "mantissa.*take fp8")]
+)
+@pytest.mark.parametrize("argv", [["--kv-cache-dtype", "{}"], []], ids=["flag", "environment"])
+def test_another_dtype_of_the_kv_cache_is_refused(
+    name: str, words: str, argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environ = {} if argv else {"HEADRACE_KV_CACHE_DTYPE": name}
+    with pytest.raises(SystemExit):
+        parse(*[item.format(name) for item in argv], **environ)
+    assert re.search(f"--kv-cache-dtype {name} is not supported.*{words}", capsys.readouterr().err, re.DOTALL)
 
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.attention.base import AttentionShape
+from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import Metadata, TritonPagedAttention
 from tests.kernels.attention_reference import Paged, attend, make_paged, tolerance
 
@@ -63,7 +63,7 @@ def test_a_decode_step(window: int | None, device: torch.device) -> None:
     backend, query = make_backend(device), make_query(4, device)
     metadata = backend.prepare_decode(int32([2, 0, 3, 1], device), int32([33, 70, 0, 5], device), paged.block_tables)
     for _ in range(2):
-        result = backend.attend(query, paged.cache, metadata, SCALE, window).float()
+        result = backend.attend(query, paged.cache, metadata, SCALE, window, KVScales()).float()
         rows = expected(query[:2], paged, [(2, 1, 33), (0, 1, 70)], window)
         torch.testing.assert_close(result[:2], rows, **tolerance(HALF))
         assert not result[2].any()
@@ -82,7 +82,7 @@ def test_a_mixed_step(
     backend = make_backend(device, batch_invariant=batch_invariant)
     metadata, tokens = mixed(backend, paged, spans, decodes)
     query = make_query(tokens + 2, device)
-    result = backend.attend(query, paged.cache, metadata, SCALE, None)
+    result = backend.attend(query, paged.cache, metadata, SCALE, None, KVScales())
     rows = expected(query, paged, spans + [(slot, 1, context) for slot, context in decodes])
     torch.testing.assert_close(result[:tokens].float(), rows, **tolerance(HALF))
     assert not result[tokens:].any()
@@ -92,9 +92,9 @@ def test_batch_invariant_prefill_gives_the_bits_of_decode(device: torch.device) 
     paged = make_paged([40, 20], KV_HEADS, HEAD_DIM, BLOCK_SIZE, HALF, device)
     backend, query = make_backend(device, batch_invariant=True, max_rows=8), make_query(30, device)
     metadata, _ = mixed(backend, paged, [(0, 25, 40)], [(1, 20)])
-    together = backend.attend(query[:26], paged.cache, metadata, SCALE, None)
+    together = backend.attend(query[:26], paged.cache, metadata, SCALE, None, KVScales())
     for token in (0, 7, 8, 24):
         slots, contexts = int32([0], device), int32([16 + token], device)
         alone = backend.prepare_decode(slots, contexts, paged.block_tables)
-        result = backend.attend(query[token : token + 1], paged.cache, alone, SCALE, None)
+        result = backend.attend(query[token : token + 1], paged.cache, alone, SCALE, None, KVScales())
         assert torch.equal(result[0], together[token])

@@ -120,18 +120,12 @@ def owners(plan: DecodePlan, tiles: list[int]) -> dict[tuple[int, int], int]:
     ids=str,
 )
 @pytest.mark.parametrize("num_programs", [1, 3, 16])
-def test_plan_gives_each_unit_to_one_program_evenly(
-    lengths: list[int], num_programs: int, device: torch.device
-) -> None:
+def test_plan_gives_each_unit_to_one_program(lengths: list[int], num_programs: int, device: torch.device) -> None:
     plan = make_decode_plan(num_programs, 64, 16, device)
     fill(plan, lengths)
     tiles = [-(-length // 16) for length in lengths]
     owner = owners(plan, tiles)
     assert set(owner) == {(row, unit) for row, count in enumerate(tiles) for unit in range(count)}
-    shares = plan.programs[:, 2].tolist()
-    busy = [share for share in shares if share]
-    assert len(busy) == min(num_programs, sum(tiles))
-    assert max(busy, default=0) - min(busy, default=0) <= 1
     for row, count in enumerate(tiles):
         if not count:
             continue
@@ -140,6 +134,36 @@ def test_plan_gives_each_unit_to_one_program_evenly(
         assert programs == list(range(programs[0], programs[0] + parts))
         is_first = int(plan.programs[programs[0], 0]) == row
         assert first_slot == 2 * programs[0] + (not is_first)
+
+
+def shares(plan: DecodePlan, lengths: list[int]) -> list[int]:
+    """Units of each program that has any."""
+    fill(plan, lengths)
+    return [units for units in plan.programs[: plan.num_programs(len(lengths)), 2].tolist() if units]
+
+
+@pytest.mark.parametrize("num_programs", [3, 16])
+@pytest.mark.parametrize("lengths", [[300, 1, 1, 1, 1, 1, 2000], [1] * 30 + [1000]], ids=str)
+def test_very_different_rows_are_divided_evenly(lengths: list[int], num_programs: int, device: torch.device) -> None:
+    found = shares(make_decode_plan(num_programs, 64, 16, device), lengths)
+    assert len(found) == num_programs
+    assert max(found) - min(found) <= 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([64] * 12, [4] * 12),
+        ([64] * 20, [4] * 20),
+        ([160] * 8, [5] * 16),
+        ([128], [1] * 8),
+        ([1024], [4] * 16),
+        ([40, 0, 60], [1, 1, 1, 1, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_like_rows_are_cut_in_like_parts(lengths: list[int], expected: list[int], device: torch.device) -> None:
+    assert shares(make_decode_plan(16, 64, 16, device), lengths) == expected
 
 
 def test_plan_of_a_window_counts_visible_tiles(device: torch.device) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from runner_harness import make_runner, worker_config
-from tiny_models import ARCHITECTURES, VOCABULARY, TinyModels
+from tiny_models import ARCHITECTURES, VOCABULARY, TinyModels, with_kv_scales
 
 from core_engine.core import CoreConfig, EngineCore
 from core_engine.request import Request
@@ -43,19 +43,22 @@ PARAMS = [
 ]
 
 
-def cuda_runner(folder: Path, device: torch.device, *, graphs: bool = True) -> CudaRunner:
+def cuda_runner(
+    folder: Path, device: torch.device, *, graphs: bool = True, cache_dtype: torch.dtype = torch.float32
+) -> CudaRunner:
     source = local_source(folder, str(folder))
     config, shape = worker_config(folder), load_model_config(source)
     attention = TritonPagedAttention(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size),
         device,
-        cache_dtype=torch.float32,
+        cache_dtype=cache_dtype,
+        dtype=torch.float32,
         max_rows=8,
         max_context=MAX_MODEL_LEN,
     )
     weights = open_weights(source, shape, "auto", 0)
-    model = load_model(shape, weights, attention, torch.float32, device, False)
-    cache = KVCache(shape.num_layers, attention, torch.float32, device, 0, NUM_BLOCKS)
+    model = load_model(shape, weights, attention, torch.float32, device, False, cache_dtype)
+    cache = KVCache(shape.num_layers, attention, cache_dtype, device, 0, NUM_BLOCKS)
     return CudaRunner(
         shape,
         model,
@@ -116,6 +119,38 @@ def test_ids_are_those_of_the_cpu(
         found = generate(cuda_runner(folder, device, graphs=graphs), prompts, depth)
         assert found[0] == expected[0]
         assert [len(each) for each in found[1]] == [len(each) for each in expected[1]]
+
+
+def recorded_logits(runner: Any) -> list[torch.Tensor]:
+    """The list that the first row of all logits is added to, also of those that a kernel is compiled with."""
+    found, project = [], runner.model.logits
+
+    def record(hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = project(hidden)
+        found.append(logits[0].float().cpu())
+        return logits
+
+    runner.model.logits = record
+    return found
+
+
+def test_logits_with_a_float8_cache_are_near_those_of_the_cpu(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Near, since a number at the middle of two of float8 may become either; a scale that is lost changes them all."""
+    scales = {"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(4.0)}
+    folder = with_kv_scales(tiny_models.folder("qwen3"), tmp_path / "scaled", scales)
+    runner: Any = make_runner(folder, max_model_len=MAX_MODEL_LEN, num_slots=NUM_SLOTS, kv_cache_dtype="fp8")
+    expected = recorded_logits(runner)
+    prompts = [[(37 * index) % 300 + 20 for index in range(31)]]
+    generate(runner, prompts, 2)
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
+    runner = cuda_runner(folder, device, graphs=False, cache_dtype=torch.float8_e4m3fn)
+    found = recorded_logits(runner)
+    generate(runner, prompts, 2)
+    assert len(expected) == OUTPUT
+    for logits in expected[:4]:
+        assert min((each - logits).norm() for each in found) < 0.05 * logits.norm()
 
 
 def test_another_cache_is_used_by_steps_of_known_shapes(

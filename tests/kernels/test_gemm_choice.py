@@ -34,14 +34,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 CHOICES: list[GemmChoice] = [None, GemvConfig(4, 512, 4), SplitKConfig(64, 16, 128, 3, 4, 4)]
 MODEL_SHAPES = [
-    GemmShape(out_features, in_features, torch.bfloat16, out_dtype)
-    for out_features, in_features, out_dtype in (
+    GemmShape(out_features, in_features, torch.bfloat16, out_dtype, *gated)
+    for out_features, in_features, out_dtype, *gated in (
         (4096, 1024, torch.bfloat16),
         (1024, 2048, torch.bfloat16),
+        (6144, 1024, torch.bfloat16, True),
         (1024, 3072, torch.bfloat16),
         (151936, 1024, torch.float32),
         (6144, 4096, torch.bfloat16),
-        (28672, 4096, torch.bfloat16),
+        (28672, 4096, torch.bfloat16, True),
         (4096, 14336, torch.bfloat16),
         (128256, 4096, torch.float32),
         (960, 576, torch.bfloat16),
@@ -83,7 +84,9 @@ def test_whatever_may_be_chosen_fits_the_shape_and_the_device(shape: GemmShape) 
                 blocks = -(-shape.in_features // choice.block_k)
                 per_part = -(-blocks // choice.parts)
                 assert (choice.parts - 1) * per_part < blocks, "a part without work"
-    assert len(list(candidates(shape, 8))) <= 20
+            if isinstance(choice, SplitKConfig) and choice != invariant_config(shape):
+                assert 1 < tokens <= 128
+    assert all(len(list(candidates(shape, tokens))) <= 25 for tokens in BUCKETS)
 
 
 def test_dtypes_without_a_kernel_go_to_the_library() -> None:

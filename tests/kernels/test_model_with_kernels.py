@@ -10,7 +10,7 @@ from runner_harness import Harness, make_runner
 from tiny_models import ARCHITECTURES, TinyModels
 
 from gpu_worker import kernels
-from gpu_worker.attention.base import Spans
+from gpu_worker.attention.base import KVScales, Spans
 from gpu_worker.attention.registry import BACKENDS
 from gpu_worker.attention.torch_paged import Metadata, TorchPagedAttention
 from gpu_worker.kernels.rope_kv import rotate_and_write
@@ -34,9 +34,10 @@ class WithKernel(TorchPagedAttention):
         sin: torch.Tensor,
         cache: torch.Tensor,
         metadata: Metadata,
+        scales: KVScales,
     ) -> torch.Tensor:
         weights, eps = (head_norm.weights, head_norm.eps) if head_norm is not None else (None, 0.0)
-        return rotate_and_write(qkv, weights, eps, cos, sin, cache, self.slot_mapping)
+        return rotate_and_write(qkv, weights, eps, cos, sin, cache, self.slot_mapping, *scales)
 
 
 PROMPTS = {0: list(range(10, 27)), 1: list(range(40, 53)), 2: [7]}

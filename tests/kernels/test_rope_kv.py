@@ -106,22 +106,6 @@ def test_rotate_and_write_in_all_shapes(device: torch.device, case: Case) -> Non
     check(case, device)
 
 
-def test_a_cache_of_float8_with_scales(device: torch.device) -> None:
-    """A quarter turn of integers that float8 holds exactly: the interpreter does not round to float8 as a GPU does."""
-    torch.manual_seed(2)
-    qkv = torch.randint(-15, 16, (3, 6 * 64), device=device).to(torch.bfloat16)
-    cos, sin = torch.zeros(3, 1, 64, device=device), torch.ones(3, 1, 64, device=device)
-    sin[..., :32] = -1
-    exact = torch.zeros(2, 2, 2, 16, 64, device=device)
-    cache = exact.to(torch.float8_e4m3fn)
-    mapping = torch.tensor([17, -1, 30], dtype=torch.int32, device=device)
-    query = rotate_and_write(qkv, None, EPS, cos, sin, exact, mapping)
-    assert torch.equal(rotate_and_write(qkv, None, EPS, cos, sin, cache, mapping, 0.25, 0.5), query)
-    scales = torch.tensor([0.25, 0.5], device=device).view(2, 1, 1, 1)
-    assert torch.equal(cache.float() * scales, exact)
-    assert exact[1, :, :, 1].any()
-
-
 def test_a_mapping_of_int64(device: torch.device) -> None:
     check(SOME[0], device, torch.int64)
 
