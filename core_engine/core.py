@@ -36,6 +36,8 @@ class CoreConfig:
     enable_prefix_caching: bool = True
     watermark: float = 0.01
     steps_in_flight: int = 2
+    short_step_s: float = 0.002
+    """One more step may be in flight while they take less than this."""
     max_num_queued_reqs: int = 4096
     policy: str = "fcfs"
     eviction: str = "lru"
@@ -178,9 +180,16 @@ class EngineCore:
 
     def plan(self, replica: Replica) -> Step | None:
         """The next step for a replica with credit left; None: no credit, or nothing to compute."""
-        if len(replica.window) >= self.config.steps_in_flight:
+        if len(replica.window) >= self.config.steps_in_flight + self._more_steps(replica):
             return None
         return self.scheduler.plan(replica)
+
+    def _more_steps(self, replica: Replica) -> int:
+        """One while a worker decodes faster than a result and the step behind it travel; none where steps are not to
+        overlap."""
+        is_short = 0.0 < replica.last_compute_s < self.config.short_step_s
+        is_decoding = not any(step.prefills for step in replica.window)
+        return int(is_short and is_decoding and self.config.steps_in_flight > 1)
 
     def settle(self, replica: Replica, result: StepResult) -> Settled:
         """Apply the result of the oldest step in flight.
@@ -197,6 +206,7 @@ class EngineCore:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
                 self.on_first_token(sequence)
+        replica.last_compute_s = result.compute_s
         if replica.step_time is not None:
             replica.step_time.observe(step.load, result.compute_s)
         if step.predicted_s is not None:

@@ -54,6 +54,8 @@ class Replica:
         self.step_time = step_time
         """None: the times of its steps are of no interest."""
         self.window: deque[StepInFlight] = deque()
+        self.last_compute_s = 0.0
+        """What the step that was settled last took on the device; 0: not known."""
         self.num_steps = 0
         self.prefilling: list[Sequence] = []
         """Admitted, with known tokens still to be planned; in the order of admission."""

@@ -11,6 +11,9 @@ import torch
 from shared.logging import get_logger
 
 log = get_logger()
+LAUNCH_BOUND = 1.5
+"""A step that the device computes for this many times as long as the host launches it gains nothing from a graph, and
+the next one would wait while it is captured."""
 
 
 def padded_sizes(max_rows: int) -> list[int]:
@@ -42,6 +45,7 @@ class GraphCache:
         self._captures = enabled and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._is_worth: dict[Hashable, bool] = {}
 
     def clear(self) -> None:
         """Forget all graphs: memory that they know has moved. Their pool ends with the last of them."""
@@ -56,6 +60,14 @@ class GraphCache:
             yield
         finally:
             self._captures = captures
+
+    def is_worth(self, key: Hashable) -> bool:
+        """Whether such launches are known, and gain from a graph."""
+        return self._is_worth.get(key, False)
+
+    def note(self, key: Hashable, launch_s: float, compute_s: float) -> None:
+        """The host took so long to launch it kernel by kernel, and the device to compute it; from any thread."""
+        self._is_worth[key] = compute_s < LAUNCH_BOUND * launch_s
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch; ``key`` says what the launches depend on beside the contents of memory."""

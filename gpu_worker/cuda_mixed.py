@@ -82,17 +82,9 @@ def largest_shape(tile_tokens: int) -> MixedShape:
     return MixedShape(ROWS[-1], padded_total(ROWS[-1] + MAX_TOKENS), tile_tokens)
 
 
-def padding(shape: MixedShape, padding_slot: int) -> Int32:
-    """``pack`` of a step without any row."""
-    return _packed(shape, padding_slot, np.empty(0, np.int32), np.empty((0, 3), np.int32), np.empty((0, 2), np.int32))
-
-
 def pack(shape: MixedShape, padding_slot: int, step: Step) -> Int32:
     """[shape.size] all rows of a step, for ``unpack``."""
-    return _packed(shape, padding_slot, step.decode, step.prefill, step.sample)
-
-
-def _packed(shape: MixedShape, padding_slot: int, decode: Int32, prefill: Int32, samples: Int32) -> Int32:
+    decode, prefill, samples = step.decode, step.prefill, step.sample
     slots = np.full(shape.rows, padding_slot, np.int32)
     slots[: len(decode)] = decode
     counts = prefill[:, 2]

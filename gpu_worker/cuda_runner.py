@@ -8,6 +8,8 @@ one.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -53,13 +55,18 @@ class CudaLaunched:
     """[samples] as of ``CudaSampler.wanted_logprobs``."""
     prompt_logprobs: ScoredPrompts | None
     times: StepTimes | HostTimes
+    note: Callable[[float], None] | None = None
+    """Wants to know the seconds that the device took."""
 
     def wait(self) -> StepOutput:
         """Wait for the device. Called by the result thread."""
         tokens, *logprobs = (tensor.numpy() for tensor in self.returned.wait())
         records = pack(logprobs[0][: self.num_samples], self.logprob_counts) if logprobs else []
         prompts = self.prompt_logprobs.pack() if self.prompt_logprobs else []
-        return StepOutput(tokens[: self.num_samples], records, prompts, self.times.compute_s, self.times.idle_s)
+        compute_s = self.times.compute_s
+        if self.note is not None:
+            self.note(compute_s)
+        return StepOutput(tokens[: self.num_samples], records, prompts, compute_s, self.times.idle_s)
 
 
 class CudaRunner:
@@ -108,6 +115,8 @@ class CudaRunner:
         """The outputs of graphs."""
         self._graphs = GraphCache(self.device, graphs)
         self._clock = DeviceClock(self.device)
+        self._note: Callable[[float], None] | None = None
+        """Of the step that is being launched."""
         self._mixed_config = self._prefill_config(cuda_mixed.MAX_TOKENS)
         group = config.num_heads // config.num_kv_heads
         self._tile_tokens = max(1, self._mixed_config.rows // group)
@@ -150,7 +159,7 @@ class CudaRunner:
             self.prompt_logprobs.add(request)
         slots = step.sample[:, 1].astype(np.int64)
         counts, variant = self.sampler.wanted_logprobs(slots), self.sampler.variant_of(slots)
-        prompts = None
+        prompts = self._note = None
         if not len(step.prefill) and len(step.sample) == len(step.decode) and len(step.decode):
             samples = self._run_decode(step, variant)
         elif (shape := self._mixed_shape(step)) is not None:
@@ -163,7 +172,7 @@ class CudaRunner:
         wanted = [samples.tokens]
         if samples.logprobs is not None and (counts >= 0).any():
             wanted.append(samples.logprobs)
-        return CudaLaunched(step.number, Returned(wanted), len(slots), counts, prompts, times)
+        return CudaLaunched(step.number, Returned(wanted), len(slots), counts, prompts, times, self._note)
 
     # -- decode rows alone -------------------------------------------------------------------------------------------
 
@@ -174,9 +183,9 @@ class CudaRunner:
         prefixes = self._common()
         if size > self.sizes[-1]:
             return self._decode(slots, prefixes, variant)
-        fixed, nobody = self._slots[:size], np.full(size, self.state.padding_slot, np.int32)
+        fixed = self._slots[:size]
         key = (size, prefixes is not None, variant)
-        return self._replay(key, fixed, nobody, slots, lambda: self._decode(fixed, prefixes, variant))
+        return self._run_shape(key, fixed, slots, lambda: self._decode(fixed, prefixes, variant))
 
     def _decode(self, slots: torch.Tensor, prefixes: PrefixTables | None, variant: Variant) -> Samples:
         """Launch a decode step of ``slots`` [rows] int32; reads and writes nothing but what is on the device."""
@@ -233,10 +242,10 @@ class CudaRunner:
     def _run_mixed_graph(self, step: Step, shape: MixedShape, variant: Variant) -> Samples:
         padding_slot = self.state.padding_slot
         (packed,) = self._update(step, cuda_mixed.pack(shape, padding_slot, step))
-        fixed, nobody = self._mixed_inputs[: shape.size], cuda_mixed.padding(shape, padding_slot)
         prefixes = self._common()
         key = (shape, prefixes is not None, variant)
-        return self._replay(key, fixed, nobody, packed, lambda: self._mixed(shape, prefixes, variant))
+        fixed = self._mixed_inputs[: shape.size]
+        return self._run_shape(key, fixed, packed, lambda: self._mixed(shape, prefixes, variant))
 
     def _mixed(self, shape: MixedShape, prefixes: PrefixTables | None, variant: Variant) -> Samples:
         """Launch the step that ``_mixed_inputs`` describes."""
@@ -297,34 +306,29 @@ class CudaRunner:
         self._clock.begin()
         return staged
 
-    def _replay(
-        self,
-        key: Shape,
-        fixed: torch.Tensor,
-        nobody: Int32,
-        inputs: torch.Tensor,
-        launch: Callable[[], Samples],
+    def _run_shape(
+        self, key: Shape, fixed: torch.Tensor, inputs: torch.Tensor, launch: Callable[[], Samples]
     ) -> Samples:
-        """Run a step of a fixed shape.
+        """Run a step of a fixed shape: the first time kernel by kernel, which compiles and loads what a capture must
+        not, and later from a graph if that is faster.
 
         Args:
             fixed: the memory that ``launch`` reads its rows from.
-            nobody: what is there when all rows are padding.
             inputs: the step's rows.
         """
 
         def launch_and_keep() -> None:
             self._samples[key] = launch()
 
-        if key not in self._samples:
-            # The first time, every kernel must be compiled and loaded before it can be captured. Padding rows change
-            # nothing.
-            fixed.copy_(torch.from_numpy(nobody))
-            launch_and_keep()
         fixed.copy_(inputs)
         self._clock.begin()
-        self._graphs.run(key, launch_and_keep)
-        return self._samples[key]
+        if self._graphs.is_worth(key):
+            self._graphs.run(key, launch_and_keep)
+            return self._samples[key]
+        began = time.perf_counter()
+        samples = launch()
+        self._note = functools.partial(self._graphs.note, key, time.perf_counter() - began)
+        return samples
 
     def _sample(self, hidden: torch.Tensor, slots: torch.Tensor, variant: Variant) -> Samples:
         """A token for each of ``slots`` [rows] from ``hidden`` [rows, hidden], written to the slots' state."""

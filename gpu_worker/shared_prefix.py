@@ -74,7 +74,7 @@ class PrefixLayout:
 
     It holds, in this order, int32 all:
 
-    - programs [num_programs, 4]: first task, first tile within it, tiles, tasks (the last one may be left unfinished);
+    - programs [num_programs, 4]: first task, first tile within it, end of the tiles within the last task, tasks;
     - rows [num_rows, 4]: tokens of the row that the pass reads (0: none), number of the first partial result, partial
       results, place of the row in its task;
     - tasks [num_tasks, 2 + tile_rows]: slot whose block table is read, tiles, rows of the step (-1: nobody).
@@ -242,6 +242,7 @@ def _divide(tiles: Int64, num_programs: int) -> tuple[Int32, Int64, Int64]:
         The programs of ``PrefixLayout``; and for each task the number of its first partial result, and how many it has.
     """
     ends = np.cumsum(tiles)
+    starts = ends - tiles
     total = int(ends[-1])
     busy = min(num_programs, MAX_SPLITS * len(tiles), -(-total // LEAST_TILES))
     bounds = np.arange(busy + 1) * total // busy
@@ -249,7 +250,7 @@ def _divide(tiles: Int64, num_programs: int) -> tuple[Int32, Int64, Int64]:
     task = np.searchsorted(ends, begins, "right")
     last = np.searchsorted(ends, stops, "left")
     programs = np.zeros((num_programs, 4), np.int32)
-    programs[:busy] = np.stack([task, begins - (ends - tiles)[task], stops - begins, last - task + 1], 1)
-    first_program = np.searchsorted(stops, ends - tiles, "right")
+    programs[:busy] = np.stack([task, begins - starts[task], stops - starts[last], last - task + 1], 1)
+    first_program = np.searchsorted(stops, starts, "right")
     last_program = np.searchsorted(begins, ends, "left") - 1
     return programs, first_program + np.arange(len(tiles)), last_program - first_program + 1

@@ -97,7 +97,9 @@ class Settings:
     block_size: int = setting(16, "tokens in one KV block", ENGINE)
     watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
     max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
-    steps_in_flight: int = setting(2, "steps sent to a worker before the first of them is settled", ENGINE)
+    steps_in_flight: int = setting(
+        2, "steps sent to a worker before the first of them is settled; one more of less than 2 ms each", ENGINE
+    )
     step_timeout_s: float = setting(300.0, "a worker that settles no step for this long is stuck", ENGINE)
     step_log: str | None = setting(None, "file that gets one JSON line per step", ENGINE)
 

@@ -165,33 +165,33 @@ def _prefix_kernel(
 ):
     # Heads vary fastest: programs that run side by side read the same blocks.
     program, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
-    task = tl.load(programs_ptr + 4 * program)
-    tile = tl.load(programs_ptr + 4 * program + 1)
-    tiles = tl.load(programs_ptr + 4 * program + 2)
+    first_task = tl.load(programs_ptr + 4 * program)
+    first_tile = tl.load(programs_ptr + 4 * program + 1)
+    last_tile = tl.load(programs_ptr + 4 * program + 2)
     visits = tl.load(programs_ptr + 4 * program + 3)
     packed_row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
     member = packed_row // GROUP
     place = (head * GROUP + packed_row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
     head_ptr = cache_ptr + head * (BLOCK_SIZE * HEAD_DIM)
-    for _ in range(visits):
+    for visit in range(visits):
+        task = first_task + visit
         task_ptr = tasks_ptr + task * (2 + TASK_ROWS)
         slot, task_tiles = tl.load(task_ptr), tl.load(task_ptr + 1)
         row = tl.load(task_ptr + 2 + member, member < TASK_ROWS, other=-1)
         is_element = (row >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
         query = tl.load(query_ptr + row.to(tl.int64)[:, None] * query_stride + place, is_element, other=0.0)
         table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
-        taken = tl.minimum(tiles, task_tiles - tile)
+        # Nothing is carried from one task to the next: Triton 3.6 and 3.7 lose a number that is (layout conversions).
+        begin = tl.where(visit == 0, first_tile, 0)
+        end = tl.where(visit == visits - 1, last_tile, task_tiles)
         maximum, total, values = attend_keys(
             tl.full((ROWS,), float("-inf"), tl.float32),
             tl.zeros((ROWS,), tl.float32),
             tl.zeros((ROWS, DIM_TILE), tl.float32),
-            query, head_ptr, table_ptr, tile * KEYS, (tile + taken) * KEYS, None, task_tiles * KEYS, 0, scale,
+            query, head_ptr, table_ptr, begin * KEYS, end * KEYS, None, task_tiles * KEYS, 0, scale,
             KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, False, False,
         )  # fmt: skip
         part = ((program + task).to(tl.int64) * KV_HEADS + head) * ROWS + packed_row
         tl.store(values_ptr + part[:, None] * HEAD_DIM + dim[None, :], values, is_element)
         tl.store(statistics_ptr + 2 * part, maximum, row >= 0)
         tl.store(statistics_ptr + 2 * part + 1, total, row >= 0)
-        tiles -= taken
-        tile = 0
-        task += 1

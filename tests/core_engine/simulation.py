@@ -169,7 +169,13 @@ def make_config(**options: Any) -> CoreConfig:
     }
     scheduler |= {name: options.pop(name) for name in list(options) if name in SchedulerConfig.__dataclass_fields__}
     scheduler.setdefault("max_prefill_tokens", scheduler["max_num_batched_tokens"])
-    core: dict[str, Any] = {"vocab_size": VOCAB, "block_size": 4, "steps_in_flight": 2, "watermark": 0.0}
+    core: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "block_size": 4,
+        "steps_in_flight": 2,
+        "watermark": 0.0,
+        "short_step_s": 0.0,
+    }
     return CoreConfig(scheduler=SchedulerConfig(**scheduler), **(core | options))
 
 

@@ -359,3 +359,17 @@ def test_metrics() -> None:
     assert found["vllm:request_success_totalerror"] == 0
     assert found["vllm:request_params_max_tokens_count"] == found["vllm:request_queue_time_seconds_count"] == 3
     assert found["vllm:iteration_tokens_total_count"] == len(simulation.steps)
+
+
+def test_short_steps_have_one_more_in_flight_unless_they_hold_prompts() -> None:
+    simulation = Simulation(short_step_s=0.5)
+    core, replica = simulation.core, simulation.core.replicas[0]
+    simulation.submit([1, 2, 3], max_tokens=20)
+    assert core.plan(replica) is not None
+    replica.last_compute_s = 0.1
+    assert core.plan(replica) is not None
+    assert core.plan(replica) is None, "the first of them holds a prompt"
+    replica.window[0].prefills.clear()
+    assert core.plan(replica) is not None
+    assert core.plan(replica) is None
+    assert len(replica.window) == 3

@@ -26,6 +26,7 @@ options = st.fixed_dictionaries(
     {
         "num_blocks": st.sampled_from([16, 20, 28, 60]),
         "steps_in_flight": st.integers(1, 3),
+        "short_step_s": st.sampled_from([0.0, 0.002, 1.0]),
         "max_num_seqs": st.sampled_from([1, 3, 8]),
         "max_num_batched_tokens": st.sampled_from([4, 7, 16, 64]),
         "max_num_partial_prefills": st.integers(1, 3),

@@ -108,7 +108,9 @@ def test_logits_of_any_size(device: torch.device, scale: float) -> None:
     logits = torch.randn(len(cases), 1000, generator=torch.Generator().manual_seed(1)).clamp_(-1, 1) * scale
     slots = list(range(len(cases)))
     tokens, records = pair.sample(logits, slots)
-    assert tokens == pair.expected(logits, slots)[0]
+    for row, ids in enumerate(zip(tokens, pair.expected(logits, slots)[0], strict=True)):
+        # Logits of hundreds of millions, once divided by the temperature, have no room for noise but in their rounding.
+        assert len(set(ids)) == 1 or (scale > 1e4 and logits[row, ids[0]] == logits[row, ids[1]])
     assert all(math.isfinite(entry.logprob) for _, record in records for entry in unpack(record).top)
     if scale > 1:
         assert tokens[0] == logits[0].argmax() or logits[0, tokens[0]] == logits[0].max()

@@ -95,17 +95,19 @@ def walk(packed: Int32, layout: PrefixLayout, groups: list[Group], slots: Int32)
     programs, rows, tasks = np.split(packed, ends[:-1])
     programs, rows, tasks = programs.reshape(-1, 4), rows.reshape(-1, 4), tasks.reshape(layout.num_tasks, -1)
     parts: dict[int, tuple[int, range]] = {}
-    for program, (task, tile, tiles, visits) in enumerate(programs.tolist()):
-        for _ in range(visits):
-            taken = min(tiles, int(tasks[task, 1]) - tile)
-            assert taken > 0
+    shares = []
+    for program, (first_task, first_tile, last_tile, visits) in enumerate(programs.tolist()):
+        runs = []
+        for visit in range(visits):
+            task = first_task + visit
+            run = range(first_tile if visit == 0 else 0, last_tile if visit == visits - 1 else int(tasks[task, 1]))
+            assert 0 < len(run) <= int(tasks[task, 1])
             assert program + task not in parts
             assert program + task < layout.num_partials
-            parts[program + task] = task, range(tile, tile + taken)
-            task, tile, tiles = task + 1, 0, tiles - taken
-        assert tiles == 0
-    shares = programs[programs[:, 2] > 0, 2]
-    assert shares.max() - shares.min() <= 1
+            parts[program + task] = task, run
+            runs.append(len(run))
+        shares += [sum(runs)] * bool(runs)
+    assert max(shares) - min(shares) <= 1
     tokens = np.zeros(layout.num_rows, np.int64)
     for group in groups:
         tokens[group.rows] = group.tokens
