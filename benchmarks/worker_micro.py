@@ -97,7 +97,7 @@ class Bench:
             for layer in model.layers:  # type: ignore[attr-defined]
                 layer.attention.qkv(narrow)
                 layer.attention.output(heads)
-                layer.mlp.gate_up(narrow)
+                layer.mlp.gated.gate_up(narrow)
                 layer.mlp.down(wide)
             model.logits(narrow[:sampled])
 
