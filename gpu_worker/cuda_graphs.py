@@ -61,6 +61,10 @@ class GraphCache:
         finally:
             self._captures = captures
 
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether it was captured."""
+        return key in self._graphs
+
     def is_worth(self, key: Hashable) -> bool:
         """Whether such launches are known, and gain from a graph."""
         return self._is_worth.get(key, False)
@@ -68,6 +72,13 @@ class GraphCache:
     def note(self, key: Hashable, launch_s: float, compute_s: float) -> None:
         """The host took so long to launch it kernel by kernel, and the device to compute it; from any thread."""
         self._is_worth[key] = compute_s < LAUNCH_BOUND * launch_s
+
+    def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Launch once with inputs that change nothing, and capture what was launched, for later steps."""
+        launch()
+        self._is_worth[key] = True
+        if self._captures:
+            self._graphs[key] = self._capture(key, launch)
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch; ``key`` says what the launches depend on beside the contents of memory."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -39,6 +40,8 @@ from shared.messages import Step
 from shared.model_config import ModelConfig
 
 Int64 = npt.NDArray[np.int64]
+PREPARED_ROWS, PREPARED_ROWS_OF_FULL = 256, 64
+"""Decode rows up to which graphs are captured in idle moments; larger ones keep memory that most never need."""
 Shape = tuple[int | MixedShape, bool, Variant]
 """What the launches of a step depend on: sizes, whether common beginnings of rows have a pass, what is sampled."""
 
@@ -117,6 +120,7 @@ class CudaRunner:
         self._clock = DeviceClock(self.device)
         self._note: Callable[[float], None] | None = None
         """Of the step that is being launched."""
+        self._ahead = self._graphs_ahead()
         self._mixed_config = self._prefill_config(cuda_mixed.MAX_TOKENS)
         group = config.num_heads // config.num_kv_heads
         self._tile_tokens = max(1, self._mixed_config.rows // group)
@@ -138,11 +142,32 @@ class CudaRunner:
             self._samples.clear()
             self.reset()
 
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Capture one more of the graphs that decode steps may need, with padding rows only; for idle moments.
+
+        Returns:
+            Whether there is another.
+        """
+        while self._ahead:
+            key = size, _, variant = self._ahead.popleft()
+            if key not in self._graphs:
+                fixed = self._slots[:size]
+                fixed.fill_(self.state.padding_slot)
+
+                def launch(key: Shape = key, fixed: torch.Tensor = fixed, variant: Variant = variant) -> None:
+                    self._samples[key] = self._decode(fixed, None, variant)
+
+                self._graphs.prepare(key, launch)
+                break
+        return bool(self._ahead)
+
     def use_cache(self, cache: KVCache) -> None:
         """Go on with another KV cache, and no requests; graphs know the address of the old one."""
         self.cache = cache
         self._graphs.clear()
         self._samples.clear()
+        self._ahead = self._graphs_ahead()
         self.reset()
 
     @torch.inference_mode()
@@ -273,6 +298,13 @@ class CudaRunner:
         metadata.num_tokens = rows
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
         return self._sample(hidden.index_select(0, step.sample), step.sample_slots, variant)
+
+    def _graphs_ahead(self) -> deque[tuple[int, bool, Variant]]:
+        """What is worth capturing before it is needed, the likeliest first."""
+        if not self._graphs.enabled:
+            return deque()
+        variants: tuple[tuple[Variant, int], ...] = (("plain", PREPARED_ROWS), ("full", PREPARED_ROWS_OF_FULL))
+        return deque((size, False, variant) for variant, most in variants for size in self.sizes if size <= most)
 
     def _prefill_config(self, tokens: int) -> PrefillConfig:
         """How attention is cut in graphs: as for one prompt of so many tokens."""

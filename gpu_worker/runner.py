@@ -89,6 +89,10 @@ class ModelRunner:
         self.rotary = make_rotary(config, max_model_len, self.device)
         self.reset()
 
+    def prepare(self) -> bool:
+        """Nothing is made ahead on a CPU."""
+        return False
+
     def reset(self) -> None:
         """Forget all requests. Blocks keep their content, which nobody refers to any more."""
         self.state = RequestState(self.num_slots, self.max_model_len, self.device)

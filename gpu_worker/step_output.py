@@ -64,5 +64,8 @@ class Runner(Protocol):
             StepError: an index in the step is out of range; nothing was changed.
         """
 
+    def prepare(self) -> bool:
+        """Do a little that makes later steps faster, in an idle moment; returns whether there is more to do."""
+
     def reset(self) -> None:
         """Forget all requests."""

@@ -42,6 +42,8 @@ log = get_logger()
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms can hold up a launch while the results thread runs."""
 LOADING_POLL_S = 0.02
+IDLE_S = 0.2
+"""A worker without a step for this long may do what would hold up the next one."""
 LAST_WORDS_S = 1.0
 """How long a worker that can never be ready repeats why, before it ends."""
 
@@ -68,6 +70,8 @@ class Worker:
         """What ``_runner`` was made for."""
         self._fatal: str | None = None
         self._next_step = 1
+        self._idle_from = 0.0
+        """Until then a further step is to be expected."""
         self._failed = False
         self._link = self._connect("steps")
         self._results = ResultSender(lambda: self._connect("results"), self._hello, self._beat_s)
@@ -96,7 +100,7 @@ class Worker:
                 received = self._link.receive()
                 if received is not None:
                     self._handle(received.message)
-                else:
+                elif not self._prepare():
                     poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
                 self._finish_loading()
                 self._follow_load()
@@ -128,6 +132,7 @@ class Worker:
             self._fail(step.number, f"step {step.number} came where step {self._next_step} was due")
         else:
             self._next_step += 1
+            self._idle_from = time.monotonic() + IDLE_S
             try:
                 launched = self._runner.launch(step)
             except Exception as error:
@@ -213,6 +218,12 @@ class Worker:
         if torch.get_num_threads() != self._governor.threads:
             torch.set_num_threads(self._governor.threads)
             log.debug("CPU threads", threads=self._governor.threads, busy_elsewhere=round(self._governor.others, 2))
+
+    def _prepare(self) -> bool:
+        """Where no step came lately, let the runner work ahead a little; returns whether there is more to do."""
+        if self._runner is None or self._loading is not None or time.monotonic() < self._idle_from:
+            return False
+        return self._runner.prepare()
 
     # -- links -------------------------------------------------------------------------------------------------------
 

@@ -167,3 +167,19 @@ def test_another_cache_is_used_by_steps_of_known_shapes(
     after, _ = generate(runner, prompts, 2)
     assert after == before
     assert runner.cache.tensor.abs().sum() > 0
+
+
+def test_graphs_made_ahead_change_no_request(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
+    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    expected = generate(runner, prompts, 2)[0]
+    runner.reset()
+    count = 1
+    while runner.prepare():
+        count += 1
+    assert count == 2 * len(runner.sizes)
+    assert generate(runner, prompts, 2)[0] == expected
+    assert not runner.prepare()
