@@ -19,10 +19,10 @@ ENV PYTHONSAFEPATH=1 \
     HF_HOME=/cache/huggingface \
     HEADRACE_HEARTBEAT_FILE=/tmp/heartbeat
 # Group 0 may write where the user may, so that an arbitrary user id of group 0 works too (OpenShift).
-RUN mkdir -p /home/headrace /cache/huggingface /cache/kernels /keys \
+RUN mkdir -p /home/headrace /cache/huggingface /cache/kernels /keys /leases \
     && echo 'headrace:x:2000:0:headrace:/home/headrace:/usr/sbin/nologin' >> /etc/passwd \
-    && chown -R 2000:0 /home/headrace /cache /keys \
-    && chmod -R g=u /home/headrace /cache \
+    && chown -R 2000:0 /home/headrace /cache /keys /leases \
+    && chmod -R g=u /home/headrace /cache /leases \
     && chmod 700 /keys
 WORKDIR /build
 COPY pyproject.toml constraints.txt ./

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
-import resource
+import ipaddress
 import socket
 
 import uvloop
@@ -13,12 +14,11 @@ from aiohttp import web
 from api_gateway.app import make_app
 from api_gateway.gateway import Gateway
 from api_gateway.http_server import Runner, bind
+from api_gateway.open_files import connections_for
 from shared.config import GATEWAY, Settings
-from shared.lifecycle import Heartbeat, install_signal_handlers, run_service
+from shared.heartbeat import Heartbeat
+from shared.lifecycle import install_signal_handlers, run_service
 from shared.logging import get_logger
-
-SPARE_FILES = 512
-"""Open files beside the connections that are being served: idle connections, sockets to tokenizers, logs."""
 
 log = get_logger()
 
@@ -26,7 +26,7 @@ log = get_logger()
 def main(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. The port is taken before anything else is done."""
     listening = bind(settings.host, settings.port)
-    _allow_files(settings.max_connections + SPARE_FILES)
+    settings = dataclasses.replace(settings, max_connections=connections_for(settings.max_connections))
     # What exists now lives as long as the process: no collection need look at it again.
     gc.freeze()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -44,6 +44,8 @@ async def serve(settings: Settings, listening: socket.socket) -> None:
     try:
         await web.SockSite(runner, listening).start()
         log.info("listening", url=url_of(listening), models=gateway.names)
+        if not gateway.keys and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
+            log.warning("everybody who reaches this address is served: there is no --api-key")
         beating = asyncio.create_task(_beat())
         announcing = asyncio.create_task(_announce(gateway, url_of(listening)))
         await stop.wait()
@@ -61,17 +63,6 @@ def url_of(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"http://{host}:{port}"
-
-
-def _allow_files(wanted: int) -> None:
-    """Raise the limit of open files as far as connections may need; say so where it is too low."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    if allowed < wanted:
-        log.warning("the limit of open files is low; raise it with ulimit -n", limit=allowed, wanted=wanted)
 
 
 async def _beat() -> None:

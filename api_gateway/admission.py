@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from api_gateway.departures import Departures
 from shared.errors import ErrorCode, RequestError
 
 
@@ -23,6 +24,11 @@ class Admission:
         self.active = 0
         self.rejected = 0
         self.draining = False
+        self.departures = Departures()
+
+    @property
+    def full(self) -> bool:
+        return self.active >= self._limit
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -33,10 +39,10 @@ class Admission:
         """
         if self.draining:
             raise RequestError("the server is shutting down", code=ErrorCode.UNAVAILABLE)
-        if self.active >= self._limit:
+        if self.full:
             self.rejected += 1
             raise RequestError(
-                f"{self.active} requests are being served, which is the limit (--max-connections)",
+                f"{self.active} requests are being served, which is the limit (--max-connections, open files)",
                 code=ErrorCode.OVERLOADED,
             )
         self.active += 1
@@ -45,6 +51,7 @@ class Admission:
             yield
         finally:
             self.active -= 1
+            self.departures.count()
             if not self.active:
                 self._idle.set()
 

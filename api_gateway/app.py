@@ -47,6 +47,10 @@ async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await handler(request)
         status = response.status
+        admission = request.app[GATEWAY].admission
+        if (admission.draining or admission.full) and not response.prepared:
+            # The client is to go elsewhere, and its connection is to make room.
+            response.force_close()
         return response
     finally:
         resource = request.match_info.route.resource
@@ -87,3 +91,5 @@ async def name_exchange(request: web.Request, response: web.StreamResponse) -> N
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         response.headers.update(exchange.headers())
+    if response.status == ErrorCode.OVERLOADED.status:
+        response.headers["Retry-After"] = str(request.app[GATEWAY].retry_after_s())

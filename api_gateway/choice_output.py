@@ -31,8 +31,10 @@ class ChoiceOutput:
 
     @property
     def ready(self) -> bool:
-        """False while rows wait for the prompt that is shown before them."""
-        return self._started or not self._echo or self._prompt.info is not None
+        """False while rows wait for the prompt that is shown before them, or for those that the client has."""
+        if self._started:
+            return True
+        return not self.choice.behind and (not self._echo or self._prompt.info is not None)
 
     def take(self) -> tuple[str, array[int], dict[str, Any] | None]:
         """The text, the ids and the ``logprobs`` that are new. Only when ``ready``."""
@@ -52,4 +54,10 @@ class ChoiceOutput:
         echoed = self._prompt.info if self._echo else None
         request = self._request
         self._logprobs = logprobs_of_choice(chat=request.kind == "chat", shown=request.shown, echoed=echoed)
+        resumed = self.choice.resumed
+        if resumed is not None and resumed.begun:
+            if self._logprobs is not None:
+                rows, count = self.choice.rows, resumed.tokens
+                self._logprobs.skip(rows.records[:count], "".join(rows.pieces[:count]))
+            return ""
         return "" if echoed is None else echoed.text

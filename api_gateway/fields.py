@@ -27,6 +27,7 @@ Check: TypeAlias = Callable[[str, Any], Any]
 
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 256
+MAX_SECONDS = 7 * 86400.0
 _DECIMAL = re.compile("0|[1-9][0-9]{0,18}")
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {
@@ -128,6 +129,12 @@ def text(limit: int) -> Check:
         return value
 
     return check
+
+
+def seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise RequestError(f"{name} must be a number of seconds above 0, got {show(value)}", name)
+    return float(min(value, MAX_SECONDS))
 
 
 def request_id(name: str, value: Any) -> str:
@@ -246,6 +253,7 @@ _COMMON: dict[str, Field] = {
     "stream_options": taken(mapping),
     "priority": taken(integer(-(2**31), 2**31 - 1), 0),
     "request_id": taken(request_id),
+    "timeout": taken(seconds),
     "cache_salt": taken(text(MAX_CACHE_SALT), ""),
     "return_token_ids": taken(boolean, False),
     "return_tokens_as_token_ids": taken(boolean, False),

@@ -21,6 +21,8 @@ from shared.errors import ErrorCode, RequestError
 from shared.logging import get_logger
 from shared.messages import ErrorInfo
 
+STUCK_BEATS = 5
+"""An engine whose worker is stuck has given it up by itself so many beats later."""
 DRAIN_ERROR_S = 2.0
 """Time for the last error events to go out."""
 MAX_LOGGED_NAMES = 1000
@@ -41,6 +43,8 @@ class Gateway:
         self.http = HttpMetrics()
         self.links = TokenizerLinks(settings)
         self.generations: set[Generation] = set()
+        self.overdue = 0
+        """Requests that were ended by their ``timeout``."""
         self._logged_names: set[str] = set()
 
     @property
@@ -54,7 +58,21 @@ class Gateway:
         """Why no request for text can be served now; None: it can."""
         if self.admission.draining:
             return "the server is shutting down"
-        return self.links.not_ready()
+        return self.stuck() or self.links.not_ready()
+
+    def stuck(self) -> str | None:
+        """Why nothing gets on although there is work and a worker for it, in words; None: something does."""
+        loads = [load for load, is_fresh in self.links.loads() if is_fresh and load.source.startswith("engine/")]
+        stalled_s = min((load.stalled_s for load in loads), default=0.0)
+        if stalled_s <= self.settings.step_timeout_s + STUCK_BEATS * self.settings.beat_s:
+            return None
+        return f"stuck: there is work, but no step was settled for {stalled_s:.0f} s"
+
+    def retry_after_s(self) -> int:
+        """When a request that is refused now may be tried again: once those that wait will have ended."""
+        waiting = sum(load.waiting for load, is_fresh in self.links.loads() if is_fresh)
+        # Engines serve other gateways too, and the rate is of this one.
+        return self.admission.departures.wait_s(max(min(waiting, self.admission.active), 1))
 
     def require_ready(self) -> None:
         """Raises RequestError (503) with what the server is doing."""
@@ -78,6 +96,14 @@ class Gateway:
         finally:
             self.generations.discard(generation)
             log.info("request ended", id=generation.completion_id, **generation.summary())
+
+    def abandon(self, generation: Generation) -> None:
+        """Abort a request whose time is over, even while its handler still waits for a slow reader."""
+        self.overdue += 1
+        for prompt in generation.prompts:
+            if prompt.request.context[0] is generation:
+                self.links.parent.close(prompt.request)
+        self.links.parent.flush()
 
     async def start(self) -> None:
         await self.links.start()

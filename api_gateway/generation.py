@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from array import array
 from typing import Any
 
-from api_gateway.choice_output import ChoiceOutput
-from api_gateway.errors import error_object_of
+from api_gateway.chunk_sender import ChunkSender
 from api_gateway.event_stream import EventStream
 from api_gateway.latency import Latency
-from api_gateway.request_log import ChoiceLog, PromptLog, Usage
+from api_gateway.request_log import ChoiceLog, Position, PromptLog, Usage
 from api_gateway.responses import completion
+from api_gateway.resume import Resumption
 from api_gateway.schemas import GenerationRequest
-from api_gateway.sse import DONE, ChunkFormat, event
 from shared.errors import ErrorCode
 from shared.hop import Request
 from shared.logging import get_logger
@@ -35,12 +33,22 @@ class Generation:
         request: what was asked for.
         completion_id: of the answer.
         latency: where times are recorded.
+        resumption: of a request that its client may come back for.
     """
 
-    def __init__(self, request: GenerationRequest, completion_id: str, latency: Latency) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        completion_id: str,
+        latency: Latency,
+        resumption: Resumption | None = None,
+    ) -> None:
         self.request = request
         self.completion_id = completion_id
-        self.created = int(time.time())
+        self.resumption = resumption
+        self.place = None if resumption is None else resumption.place
+        """What the client of a resumed stream has."""
+        self.created = int(time.time()) if self.place is None else self.place.created
         self.arrived = time.monotonic()
         self.prompts: list[PromptLog] = []
         self.choices: list[ChoiceLog] = []
@@ -55,7 +63,7 @@ class Generation:
         self._latency = latency
         self._unopened = len(request.specs)
         self._unended = len(request.specs) * request.generated
-        self._sender: _Sender | None = None
+        self._sender: ChunkSender | None = None
 
     # -- what the link reports ---------------------------------------------------------------------------------------
 
@@ -65,8 +73,28 @@ class Generation:
         request.context = (self, prompt)
         for choice in prompt.choices:
             choice.rows.context = (self, prompt, choice)
+        if self.resumption is not None:
+            positions, lengths = self.position_of(len(self.prompts))
+            prompt.resume(positions, lengths, self.arrived)
         self.prompts.append(prompt)
         self.choices += prompt.choices
+
+    def position_of(self, prompt: int) -> tuple[list[Position], tuple[int, int]]:
+        """What the client has of a prompt's choices; the length of the prompt, and of its cached part, as it knows."""
+        count, place = self.request.generated, self.place
+        if place is None:
+            return [Position()] * count, (0, 0)
+        return place.positions[prompt * count : (prompt + 1) * count], place.prompts[prompt]
+
+    def begin(self) -> None:
+        """Take up what is known of the prompts already: another connection had them, or all their choices ended."""
+        now = time.monotonic()
+        for prompt in self.prompts:
+            if prompt.request.lower is not None and prompt.request.lower.accepted:
+                self.on_accepted(prompt)
+            for choice in prompt.choices:
+                if choice.rows.rows:
+                    self.on_rows(prompt, choice, now)
 
     def on_accepted(self, prompt: PromptLog) -> None:
         """The engine took a prompt; repeated reports change nothing."""
@@ -83,6 +111,9 @@ class Generation:
             self._sender.mark(choice.index)
         if choice.rows.failed:
             self._fail_prompt(choice)
+            return
+        if choice.lost:
+            self.fail(ErrorInfo(ErrorCode.LOST, "the output can no longer be continued; start it again"))
             return
         if choice.rows.end is not None and not choice.ended:
             choice.ended = True
@@ -105,6 +136,13 @@ class Generation:
         self.superseded = True
         self.fail(ErrorInfo(ErrorCode.LOST, "the request is served elsewhere"))
 
+    @property
+    def returns(self) -> bool:
+        """Its client may come back, here or elsewhere, for what has not ended yet."""
+        if self.resumption is None or self.failure is None:
+            return self.resumption is not None
+        return self.superseded or self.failure.code == ErrorCode.UNAVAILABLE
+
     def flush(self) -> None:
         """Write what is new to the stream, if there is one and its reader keeps up."""
         if self._sender is not None:
@@ -118,7 +156,7 @@ class Generation:
         Raises:
             ConnectionResetError: the reader is gone or stalled, or another gateway serves it.
         """
-        self._sender = _Sender(self, stream)
+        self._sender = ChunkSender(self, stream)
         try:
             await self._sender.run()
         finally:
@@ -144,6 +182,8 @@ class Generation:
         return summary | ({"error": self.failure.message} if self.failure else {})
 
     def _prompt_ended(self, prompt: PromptLog, now: float) -> None:
+        if prompt.request.lower is None:
+            return  # the client had all of it
         self._latency.request_ended(now - self.arrived)
         if self.request.shown.prompt and prompt.info is None:
             log.error("what was asked of a prompt did not come", completion=self.completion_id)
@@ -158,96 +198,3 @@ class Generation:
                 error, message=f"prompt[{choice.index // self.request.generated}]: {error.message}"
             )
         self.fail(error)
-
-
-class _Sender:
-    """Turns new rows of a generation into chunks, one write for each flush."""
-
-    def __init__(self, generation: Generation, stream: EventStream) -> None:
-        request = generation.request
-        self._generation = generation
-        self._stream = stream
-        self._outputs = [
-            ChoiceOutput(request, prompt, choice) for prompt in generation.prompts for choice in prompt.choices
-        ]
-        self._news = {choice.index for choice in generation.choices if choice.rows.rows}
-        self._delivered = 0
-        """Tokens that the client has."""
-        self._begun: set[int] = set()
-        self._wake = asyncio.Event()
-        self._closed = False
-        self._format = ChunkFormat(
-            request.kind,
-            generation.completion_id,
-            generation.created,
-            request.model,
-            include_usage=request.include_usage,
-            with_token_ids=request.shown.token_ids,
-        )
-
-    def mark(self, index: int) -> None:
-        """A choice has news."""
-        self._news.add(index)
-
-    def flush(self) -> None:
-        """Write all news in one piece, or leave them for ``run`` while the reader is behind."""
-        if self._closed:
-            return
-        if self._stream.blocked or self._generation.superseded:
-            self._wake.set()
-            return
-        parts: list[bytes] = []
-        news, self._news = self._news, set()
-        for index in sorted(news):
-            output = self._outputs[index]
-            if output.ready:
-                self._render(output, parts)
-            else:
-                self._news.add(index)
-        if self._generation.finished.is_set():
-            self._render_last(parts)
-            self._closed = True
-            self._wake.set()
-        self._stream.write(b"".join(parts))
-
-    async def run(self) -> None:
-        """Flush at the start and after each time that the reader fell behind, until all is written."""
-        self.flush()
-        while not self._closed:
-            await self._wake.wait()
-            self._wake.clear()
-            if self._generation.superseded:
-                raise ConnectionResetError("the request is served elsewhere")
-            await self._stream.drained()
-            self.flush()
-
-    def _render(self, output: ChoiceOutput, parts: list[bytes]) -> None:
-        request, choice = self._generation.request, output.choice
-        index = choice.index
-        text, ids, logprobs = output.take()
-        ending = choice.ended and not choice.end_sent
-        if index not in self._begun and (ids or ending):
-            self._begun.add(index)
-            parts.append(self._format.role(index, self._usage() if request.continuous_usage else None))
-        self._delivered += len(ids)
-        usage = self._usage() if request.continuous_usage else None
-        wanted = text or logprobs is not None or (ids and (usage is not None or request.shown.token_ids))
-        if wanted and (request.kind == "chat" or not ending):
-            parts.append(self._format.text(index, text, ids, usage, logprobs))
-            text, ids, logprobs = "", array("i"), None
-        if ending:
-            choice.end_sent = True
-            reason = choice.finish_reason or "stop"
-            parts.append(self._format.finish(index, reason, choice.stop_reason, text, ids, usage, logprobs))
-
-    def _usage(self) -> Usage:
-        """Of what the client has so far."""
-        return dataclasses.replace(self._generation.usage(), completion_tokens=self._delivered)
-
-    def _render_last(self, parts: list[bytes]) -> None:
-        generation = self._generation
-        if generation.failure is not None:
-            parts.append(event(error_object_of(generation.failure)))
-        elif generation.request.include_usage:
-            parts.append(self._format.usage(generation.usage()))
-        parts.append(DONE)

@@ -33,7 +33,7 @@ class Latency:
     def tokens(self, prompt: PromptLog, choice: ChoiceLog, now: float, arrived: float) -> None:
         """A choice has got rows, perhaps tokens among them."""
         count = len(choice.rows.ids) - choice.timed_rows
-        if not count:
+        if count <= 0:
             return
         if not prompt.has_tokens:
             prompt.has_tokens = True
@@ -46,7 +46,7 @@ class Latency:
         choice.last_token_at = now
 
     def choice_ended(self, choice: ChoiceLog) -> None:
-        if choice.timed_rows > 1:
+        if choice.timed_rows > 1 and choice.resumed is None:
             seconds = choice.last_token_at - choice.first_token_at
             self._per_output_token.observe(seconds / (choice.timed_rows - 1))
 

@@ -33,6 +33,9 @@ class LogprobsOfChoice(Protocol):
     def take(self) -> dict[str, Any] | None:
         """What was added since the last call, as the ``logprobs`` of a choice; None: nothing."""
 
+    def skip(self, records: Sequence[bytes], text: str) -> None:
+        """Token rows that were shown before, with their text; b"" stands for a record that nobody has any more."""
+
 
 class CompletionLogprobs:
     """``{tokens, token_logprobs, top_logprobs, text_offset}``, lists with an entry for each token.
@@ -87,6 +90,13 @@ class CompletionLogprobs:
         self._clear()
         return taken
 
+    def skip(self, records: Sequence[bytes], text: str) -> None:
+        if all(records):
+            self.add(records)
+        else:
+            self._offsets = _Offsets(self._offsets.characters + len(text))
+        self._clear()
+
     def _add_entry(self, entry: Logprobs) -> None:
         token, logprob = entry.token, finite(entry.token.logprob)
         name = self._name(token)
@@ -132,6 +142,9 @@ class ChatLogprobs:
             return None
         content, self._content = self._content, []
         return {"content": content, "refusal": None}
+
+    def skip(self, records: Sequence[bytes], text: str) -> None:
+        """Nothing in a chat's objects depends on those before."""
 
     def _token(self, token: TokenLogprob) -> dict[str, Any]:
         return {

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 HELP = {
+    "headrace:engine_stalled_seconds": "Seconds without a settled step although a ready worker has work.",
     "headrace:epochs": "Epochs that the engine began with its workers.",
     "headrace:gateway_rejections": "Requests refused with 429 because the gateway was full.",
     "headrace:gateway_requests_active": "Requests for text that the gateway is serving.",
+    "headrace:gateway_timeouts": "Requests that were ended by their own timeout.",
     "headrace:malformed_messages": "Messages that the engine could not read and dropped.",
     "headrace:overrun_rows": "Sampled tokens that were dropped because their request had ended.",
+    "headrace:replica_compute_seconds": "Time that a worker's steps took on its device.",
+    "headrace:replica_kv_cache_usage_perc": "Share of a worker's KV blocks in use, 0 to 1.",
+    "headrace:replica_leaving": "1 while a worker finishes what runs there and takes nothing more.",
+    "headrace:replica_prefix_cache_hits": "Tokens found in a worker's prefix cache.",
+    "headrace:replica_prefix_cache_queries": "Tokens looked up in a worker's prefix cache.",
+    "headrace:replica_requests_running": "Requests that run on a worker.",
+    "headrace:replica_steps": "Steps that were sent to a worker.",
     "headrace:stale_messages": "Messages of an old epoch that the engine dropped.",
     "headrace:tokenizer_malformed_messages": "Messages that a tokenizer could not read and dropped.",
     "headrace:tokenizer_output_tokens": "Tokens that a tokenizer turned into text.",

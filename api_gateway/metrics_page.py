@@ -57,6 +57,7 @@ def render(gateway: Gateway) -> bytes:
     page.add_all(gateway.http.registry.samples(), {})
     page.add("headrace:gateway_requests_active", {}, gateway.admission.active)
     page.add("headrace:gateway_rejections_total", {}, gateway.admission.rejected)
+    page.add("headrace:gateway_timeouts_total", {}, gateway.overdue)
     return generate_latest(page)
 
 
@@ -68,6 +69,7 @@ def _add_load(page: Page, load: Load, model: Mapping[str, str], is_fresh: bool) 
         gauges = (load.running, load.waiting, load.kv_usage, load.kv_usage)
         for name, value in zip(ENGINE_GAUGES, gauges, strict=True):
             page.add(name, labels, value if is_fresh else 0.0)
+        page.add("headrace:engine_stalled_seconds", labels, load.stalled_s if is_fresh else 0.0)
     page.add_all((sample for sample in load.metrics if sample[0] not in ENGINE_GAUGES), labels)
 
 

@@ -10,21 +10,47 @@ import dataclasses
 from array import array
 from collections.abc import Sequence
 
-from shared.hop import Log, Request
-from shared.messages import FinishReason, PromptInfo
+from shared.hop import Log, Request, digest
+from shared.messages import End, FinishReason, Known, PromptInfo
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Position:
+    """How much of a choice a client has."""
+
+    tokens: int = 0
+    """Token rows."""
+    digest: bytes = digest(())
+    """Over their ids."""
+    begun: bool = False
+    """It has the first chunk."""
+    tail: bool = False
+    """It has the text of the END row."""
+    ended: bool = False
+    """It has the finish chunk."""
+
+    @property
+    def rows(self) -> int:
+        return self.tokens + self.tail
+
+    @property
+    def known(self) -> Known:
+        return Known(self.tokens, self.digest)
 
 
 class ChoiceLog:
     """One choice of the answer. What was delivered never changes."""
 
     __slots__ = (
+        "_verified",
         "end_sent",
         "ended",
         "first_token_at",
         "index",
         "last_token_at",
+        "resumed",
         "rows",
         "sent_chars",
         "sent_rows",
@@ -47,6 +73,50 @@ class ChoiceLog:
         self.first_token_at = 0.0
         self.last_token_at = 0.0
         """Monotonic times of the first and of the latest token rows; 0 before the first."""
+        self.resumed: Position | None = None
+        """Where the client was when it came back for this choice."""
+        self._verified = False
+
+    def resume(self, position: Position, now: float) -> None:
+        """Go on at a position, which the rows may not have reached yet. ``now`` is monotonic."""
+        self.resumed = position
+        self.sent_rows = position.rows
+        self.end_sent = position.ended
+        self.timed_rows = position.tokens
+        self.first_token_at = self.last_token_at = now
+
+    def skip(self, end: End) -> None:
+        """All of it was delivered, and no row will come."""
+        self.rows.end = end
+        self.sent_rows = self.rows.rows
+        self._verified = True
+
+    @property
+    def behind(self) -> bool:
+        """The client has rows that are not here yet."""
+        return self.rows.rows < self.sent_rows
+
+    @property
+    def lost(self) -> bool:
+        """What is here cannot continue what the client has: other ids, an earlier end, or a row whose record nobody
+        has any more."""
+        start, rows = self.resumed, self.rows
+        if start is None:
+            return False
+        if rows.recorded and b"" in rows.records[self.sent_rows :]:
+            return True
+        if self._verified:
+            return False
+        if len(rows.ids) < start.tokens:
+            return rows.end is not None
+        self._verified = True
+        return (start.tail and len(rows.ids) > start.tokens) or not rows.has(start.known)
+
+    @property
+    def position(self) -> Position:
+        """What was delivered, a finish chunk aside."""
+        tokens = min(self.sent_rows, len(self.rows.ids))
+        return Position(tokens, self.rows.digest_at(tokens), True, self.sent_rows > tokens)
 
     def take(self) -> tuple[str, array[int]]:
         """The text and the ids that were not delivered yet; from here on they count as delivered."""
@@ -61,7 +131,7 @@ class ChoiceLog:
 
     @property
     def completion_tokens(self) -> int:
-        return len(self.rows.ids)
+        return max(len(self.rows.ids), self.resumed.tokens if self.resumed is not None else 0)
 
     @property
     def finish_reason(self) -> str | None:
@@ -84,6 +154,20 @@ class PromptLog:
         self.opened = False
         """It was accepted or has rows."""
         self.has_tokens = False
+
+    def resume(self, positions: Sequence[Position], lengths: tuple[int, int], now: float) -> None:
+        """Go on with each choice where its client was; if it lacks the last events only, nothing is asked for.
+
+        Args:
+            lengths: of the prompt, and of its part that was cached.
+        """
+        self.has_tokens = True
+        for choice, position in zip(self.choices, positions, strict=True):
+            choice.resume(position, now)
+        if self.request.lower is None:
+            self.request.prompt_tokens = lengths[0]
+            for choice in self.choices:
+                choice.skip(End(FinishReason.STOP, prompt_tokens=lengths[0], cached_tokens=lengths[1]))
 
     @property
     def info(self) -> PromptInfo | None:

@@ -12,17 +12,22 @@ from api_gateway.metrics_page import CONTENT_TYPE, render
 from api_gateway.responses import json_response
 
 
-async def health(_request: web.Request) -> web.Response:
-    """``GET /health``: this process is alive."""
-    return web.Response()
+async def health(request: web.Request) -> web.Response:
+    """``GET /health``: this process is alive, and what it serves is not stuck; else 503 with the reason.
+
+    What is merely absent, loading or being restarted does not count: to end the gateway would not help.
+    """
+    reason = request.app[GATEWAY].stuck()
+    return web.Response() if reason is None else _unavailable(reason)
 
 
 async def ready(request: web.Request) -> web.Response:
     """``GET /ready``: 200 when requests for text would be served, else 503 with the reason."""
-    gateway = request.app[GATEWAY]
-    reason = gateway.not_ready()
-    if reason is None:
-        return json_response({"status": "ready"})
+    reason = request.app[GATEWAY].not_ready()
+    return json_response({"status": "ready"}) if reason is None else _unavailable(reason)
+
+
+def _unavailable(reason: str) -> web.Response:
     response = json_response({"status": reason}, status=503)
     response.headers["Retry-After"] = str(RETRY_AFTER_S)
     return response

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from api_gateway import resume
 from api_gateway.body import read_json_body
+from api_gateway.deadline import deadline, with_deadline
 from api_gateway.errors import error_response
 from api_gateway.event_stream import EventStream
 from api_gateway.exchange import EXCHANGE
@@ -82,12 +84,21 @@ async def _generate(
     gateway, exchange = request.app[GATEWAY], request[EXCHANGE]
     gateway.require_ready()
     with gateway.admission.enter():
-        asked = for_tenant(parse(await read_json_body(request), gateway.limits), exchange.tenant)
+        body = await read_json_body(request)
+        asked = for_tenant(parse(body, gateway.limits), exchange.tenant)
+        asked = with_deadline(asked, request)
         _note_ignored(request, asked.ignored)
         if asked.request_id is not None and not exchange.named:
             exchange.request_id, exchange.named = asked.request_id, True
-        generation = Generation(asked, f"{prefix}-{exchange.request_id}", gateway.latency)
-        with gateway.tracking(generation), gateway.links.serving(generation, exchange.request_id):
+        resumption = None
+        if resume.HEADER in request.headers:
+            asked, resumption = resume.resumable(asked, body, exchange, request.headers[resume.HEADER])
+        generation = Generation(asked, f"{prefix}-{exchange.request_id}", gateway.latency, resumption)
+        with (
+            gateway.tracking(generation),
+            gateway.links.serving(generation, exchange.request_id),
+            deadline(generation, gateway.abandon),
+        ):
             return await _answer(request, generation)
 
 

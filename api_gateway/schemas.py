@@ -37,6 +37,8 @@ class GenerationRequest:
     request_id: str | None
     ignored: list[str]
     """Unknown fields of the body."""
+    timeout_s: float | None = None
+    """From its arrival on; None: no limit."""
 
     @property
     def generated(self) -> int:
@@ -172,6 +174,7 @@ def _generation(
         continuous_usage=continuous_usage,
         request_id=values["request_id"],
         ignored=ignored,
+        timeout_s=values["timeout"],
     )
 
 

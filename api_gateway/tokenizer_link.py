@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from api_gateway.calls import Calls
 from api_gateway.generation import Generation
+from api_gateway.request_log import Position
 from shared.config import Settings
 from shared.errors import ErrorCode, StartupError
 from shared.hop import Log, Parent, Request, RunningClock, Timers
@@ -25,6 +26,7 @@ from shared.messages import (
     Load,
     Message,
     ModelCard,
+    TextSpec,
     Tokenized,
 )
 from shared.transport import Connector, Pump, Received, new_boot, resolve
@@ -102,16 +104,38 @@ class TokenizerLinks:
 
     @contextlib.contextmanager
     def serving(self, generation: Generation, request_id: str) -> Iterator[None]:
-        """Have the prompts of ``generation`` served; what has not ended at the exit is aborted."""
-        unique = secrets.token_hex(6)
+        """Have the prompts of ``generation`` served. What has not ended at the exit is aborted, unless its client may
+        come back for it."""
+        resumption = generation.resumption
+        unique = secrets.token_hex(6) if resumption is None else resumption.key.hex()
         try:
             for number, spec in enumerate(generation.request.specs):
-                generation.add_prompt(self.parent.open(f"{request_id}-{unique}-{number}", spec))
+                rid = f"{request_id}-{unique}-{number}"
+                positions, _ = generation.position_of(number)
+                generation.add_prompt(self._open(rid, spec, positions))
+            generation.begin()
             yield
         finally:
             for prompt in generation.prompts:
-                self.parent.close(prompt.request)
+                if prompt.request.context[0] is generation:
+                    self.parent.close(prompt.request, keep=generation.returns)
             self.parent.flush()
+
+    def _open(self, rid: str, spec: TextSpec, positions: Sequence[Position]) -> Request:
+        """A request of the hop, new or as far as its client has it. A choice whose end it has is asked for, too: its
+        log stays whole, and usage counts it; but nothing is asked for when all have ended."""
+        if all(position.ended for position in positions):
+            return self.parent.open(rid, spec, ended=range(len(positions)))
+        known = [position.known for position in positions]
+        live = self.parent.requests.get(rid)
+        if live is not None:
+            earlier, _ = live.context
+            found = self.parent.find(rid, known)
+            earlier.supersede()
+            earlier.flush()
+            if found is not None:
+                return found
+        return self.parent.open(rid, spec, known)
 
     def not_ready(self) -> str | None:
         """Why no tokenizer would take a request now, in words; None: one would."""

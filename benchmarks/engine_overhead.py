@@ -39,6 +39,7 @@ from shared.messages import (
     Hello,
     Init,
     Known,
+    Load,
     Ready,
     Step,
     StepResult,
@@ -82,11 +83,11 @@ def hello(role: str) -> Hello:
     return Hello(role, "bench", OLDEST_PROTOCOL, PROTOCOL_VERSION, True, None)
 
 
-def run_worker(folder: str, step_s: float) -> None:
+def run_worker(folder: str, step_s: float, name: str = "w", num_blocks: int = NUM_BLOCKS) -> None:
     """Answer each step after ``step_s`` seconds of its own time, one after another."""
     boot = new_boot()
-    steps = Connector(f"ipc://{folder}/worker", identity="w/steps", boot=boot)
-    results = Connector(f"ipc://{folder}/worker", identity="w/results", boot=boot)
+    steps = Connector(f"ipc://{folder}/worker", identity=f"{name}/steps", boot=boot)
+    results = Connector(f"ipc://{folder}/worker", identity=f"{name}/results", boot=boot)
     poller = Poller()
     poller.register(steps)
     while not (steps.send(hello("gpu_worker")) and results.send(hello("gpu_worker"))):
@@ -97,7 +98,7 @@ def run_worker(folder: str, step_s: float) -> None:
         while (received := steps.receive()) is not None:
             message = received.message
             if isinstance(message, Init):
-                steps.send(Ready(message.epoch, NUM_BLOCKS, 16 * 1024, "cpu", "bfloat16"))
+                steps.send(Ready(message.epoch, num_blocks, 16 * 1024, "cpu", "bfloat16"))
             elif isinstance(message, Step):
                 if step_s:
                     # A step that waited here begins when the one before ended, whatever this timer's slack.
@@ -105,7 +106,7 @@ def run_worker(folder: str, step_s: float) -> None:
                     free_at = (max(free_at, now - step_s) if waited else now) + step_s
                     time.sleep(max(0.0, free_at - time.monotonic()))
                 tokens = np.full(len(message.sample), 1000 + message.number % 1000, np.int32)
-                results.send(StepResult(message.epoch, message.number, tokens, NO_INTS))
+                results.send(StepResult(message.epoch, message.number, tokens, NO_INTS, compute_s=step_s))
                 waited = True
         if time.monotonic() - beat > 1.0:
             beat = time.monotonic()
@@ -135,16 +136,19 @@ class Tokenizer:
         self.poller = Poller()
         self.poller.register(self.link)
         self.have: dict[int, int] = {}
-        self.deltas = 0
+        self.deltas = self.tokens = self.started = 0
         self.beat = 0.0
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, num_replicas: int = 1) -> None:
+        """Until so many workers are ready."""
         while True:
             self.link.send(hello("tokenizer_service"))
             self.poller.poll(0.05)
             while (received := self.link.receive()) is not None:
-                if isinstance(received.message, Hello) and received.message.ready:
-                    return
+                if isinstance(received.message, Load):
+                    names = [name for name, _, _ in received.message.metrics]
+                    if names.count("headrace:replica_requests_running") == num_replicas:
+                        return
 
     def submit(self, count: int, max_tokens: int) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
@@ -152,17 +156,20 @@ class Tokenizer:
             prompt = np.arange(handle, handle + PROMPT_TOKENS, dtype=np.int32)
             spec = TokenSpec(params, prompt.tobytes())
             known = [Known(0, digest(()))]
-            self.link.send(
-                Submit(f"r{handle}", Attempt(1, 1, 0), handle, spec, np.zeros(1, np.int32), NO_INTS, [None], known)
-            )
+            submit = Submit(f"r{handle}", Attempt(1, 1, 0), handle, spec, np.zeros(1, np.int32), NO_INTS, [None], known)
             self.have[handle] = 0
+            while not self.link.send(submit):
+                self.receive(0.01)
 
     def receive(self, seconds: float) -> None:
         self.poller.poll(seconds)
         while (received := self.link.receive()) is not None:
             if isinstance(received.message, TokenDelta):
+                rows = received.message.rows
                 self.deltas += 1
-                for handle, _, start, count in received.message.rows[:1].tolist():
+                self.tokens += int(rows[:, 3].sum())
+                self.started += int((rows[:, 2] == 0).sum())
+                for handle, _, start, count in rows[:1].tolist():
                     self.have[handle] = start + count
         if time.monotonic() - self.beat > 1.0:
             self.beat = time.monotonic()

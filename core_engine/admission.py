@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from core_engine.replica import Replica
 from core_engine.request import Sequence
@@ -35,26 +34,26 @@ class Admission:
     def preempted(self) -> None:
         self.expected_ratio = min(1.0, self.expected_ratio + RAISE)
 
-    def reserve(self, replica: Replica, newcomer: Sequence) -> int:
-        """Blocks that must stay free beside those for the newcomer's known tokens; none if it would run alone."""
+    def reserve(self, replica: Replica, newcomer: Sequence, growth: float | None = None) -> int:
+        """Blocks that must stay free beside those for the newcomer's known tokens; none if it would run alone.
+
+        Args:
+            growth: ``expected_growth``, if it is known already.
+        """
         if replica.num_running == 0:
             return 0
-        slots, kv = replica.slots, replica.kv
-        staying = ~slots.leaving
-        growth = self._growth(slots.num_tokens, slots.limit, slots.capacity, kv.block_size)[staying].sum()
+        kv = replica.kv
+        if growth is None:
+            growth = self.expected_growth(replica)
         length, limit = len(newcomer.tokens), newcomer.limit
         held = kv.blocks_for(length) * kv.block_size
-        growth += self._growth(np.array([length]), np.array([limit]), np.array([held]), kv.block_size).sum()
+        expected = self.expected_ratio * min(limit - length, LOOKAHEAD_TOKENS)
+        growth += max(math.ceil((length + expected - held) / kv.block_size), 0)
         return max(math.floor(self.watermark * kv.pool.num_blocks), int(growth))
 
-    def _growth(
-        self,
-        length: npt.NDArray[np.int64],
-        limit: npt.NDArray[np.int64],
-        capacity: npt.NDArray[np.int64],
-        block_size: int,
-    ) -> npt.NDArray[np.float64]:
-        """Blocks that sequences will ask for beyond those they hold."""
-        expected = self.expected_ratio * np.minimum(limit - length, LOOKAHEAD_TOKENS)
-        blocks: npt.NDArray[np.float64] = np.ceil((length + expected - capacity) / block_size)
-        return np.maximum(blocks, 0.0)
+    def expected_growth(self, replica: Replica) -> float:
+        """Blocks that the running sequences are expected to ask for."""
+        slots = replica.slots
+        expected = self.expected_ratio * np.minimum(slots.limit - slots.num_tokens, LOOKAHEAD_TOKENS)
+        blocks = np.ceil((slots.num_tokens + expected - slots.capacity) / replica.kv.block_size)
+        return float(np.maximum(blocks, 0.0)[~slots.leaving].sum())

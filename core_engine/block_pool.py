@@ -45,6 +45,11 @@ class BlockPool:
         """Share of the usable blocks that is held, 0 to 1."""
         return 1.0 - self.num_free / (self.num_blocks - 1)
 
+    @property
+    def fill(self) -> float:
+        """Share of the usable blocks that are held or cache a prefix, 0 to 1."""
+        return 1.0 - len(self._unhashed) / (self.num_blocks - 1)
+
     def take(self) -> Block:
         """A block for new content, held once. What it cached is forgotten.
 
@@ -63,6 +68,10 @@ class BlockPool:
         """The block that caches this prefix; ``parent`` and ``ids`` are compared, so a collision is no hit."""
         block = self._by_digest.get(digest)
         return block if block is not None and block.ids == ids and block.parent == parent else None
+
+    def has(self, digest: bytes) -> bool:
+        """Whether a block caches a prefix of this digest."""
+        return digest in self._by_digest
 
     def hold(self, block: Block) -> None:
         """One more holder of a cached block, free or not."""

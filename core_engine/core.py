@@ -13,11 +13,12 @@ from core_engine.metrics import EngineMetrics
 from core_engine.queues import QUEUES
 from core_engine.replica import Replica
 from core_engine.request import Exit, Request, Sequence
+from core_engine.routing import Router
 from core_engine.scheduler import Scheduler, SchedulerConfig
 from core_engine.settle import Settled, StopTable, settle
 from core_engine.slot_table import SlotTable
 from core_engine.step_record import StepRecord
-from core_engine.step_time import StepTimeModel
+from core_engine.step_time import CPU_COSTS, StepTimeModel
 from shared.errors import ErrorCode, ProtocolError, RequestError
 from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
 
@@ -39,6 +40,7 @@ class CoreConfig:
     short_step_s: float = 0.002
     """One more step may be in flight while they take less than this."""
     max_num_queued_reqs: int = 4096
+    max_num_queued_tokens: int | None = None
     policy: str = "fcfs"
     eviction: str = "lru"
 
@@ -64,19 +66,26 @@ class EngineCore:
         self.metrics = metrics or EngineMetrics(config.scheduler.max_model_len)
         self.waiting = QUEUES[config.policy]()
         self.replicas: list[Replica] = []
+        self.steps_settled = 0
+        """Of all replicas, since the start."""
         self.on_first_token: Callable[[Sequence], None] = lambda sequence: None
         """Called in ``settle`` for a sequence whose prompt is computed."""
         self.stops = StopTable(config.vocab_size)
         self.scheduler = Scheduler(
             config.scheduler,
             self.waiting,
-            Admission(config.watermark),
+            Router(self.replicas, Admission(config.watermark)),
             clock=clock,
             metrics=self.metrics,
             recorder=recorder,
         )
 
     # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica takes requests."""
+        return any(not replica.leaving for replica in self.replicas)
 
     @property
     def kv_capacity(self) -> int | None:
@@ -99,7 +108,7 @@ class EngineCore:
         """
         limit = self._limit_of(request)
         if bounded and not any(ids.size for ids in generated.values()):
-            self._check_queue(len(generated))
+            self._check_queue(len(generated), len(request.prompt))
         sequences = [Sequence(request, choice, ids, limit) for choice, ids in generated.items()]
         request.sequences += sequences
         for sequence in sequences:
@@ -114,13 +123,19 @@ class EngineCore:
                 self._ended(sequence, end[0])
         return sequences
 
-    def _check_queue(self, newcomers: int) -> None:
-        bound = self.config.max_num_queued_reqs
-        if len(self.waiting) + newcomers > bound:
-            raise RequestError(
-                f"{len(self.waiting)} requests are waiting and at most {bound} may; try again later",
-                code=ErrorCode.OVERLOADED,
-            )
+    def _check_queue(self, newcomers: int, prompt_len: int) -> None:
+        """Each choice counts. What is alone may be longer than all that may wait, else it could never run."""
+        most, most_tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
+        waiting, tokens = len(self.waiting), self.waiting.num_prompt_tokens
+        if waiting + newcomers > most:
+            reason, full = "max_num_queued_reqs", f"{waiting} requests are waiting and at most {most} may"
+        elif most_tokens is not None and waiting and tokens + newcomers * prompt_len > most_tokens:
+            reason = "max_num_queued_tokens"
+            full = f"requests with {tokens} prompt tokens are waiting and at most {most_tokens} may"
+        else:
+            return
+        self.metrics.queue_full(reason)
+        raise RequestError(f"{full}; try again later", code=ErrorCode.OVERLOADED)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence wherever it is; its memory is back once no step names it. Nothing if it has ended."""
@@ -202,13 +217,15 @@ class EngineCore:
         step = replica.window[0]
         settled = settle(replica, step, result, self.stops)
         replica.window.popleft()
+        self.steps_settled += 1
         for sequence, num_settled in step.prefills:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
                 self.on_first_token(sequence)
+        replica.progress_at = self.clock()
         replica.last_compute_s = result.compute_s
-        if replica.step_time is not None:
-            replica.step_time.observe(step.load, result.compute_s)
+        replica.compute_s += result.compute_s
+        replica.step_time.observe(step.load, result.compute_s)
         if step.predicted_s is not None:
             self.metrics.timed(step.predicted_s, result.compute_s)
         self.metrics.computed(result.compute_s, result.idle_s if len(step.rows) > len(step.prefills) else 0.0)
@@ -234,8 +251,8 @@ class EngineCore:
         )
         slots = SlotTable(self.config.num_slots, self.config.scheduler.max_model_len)
         target = self.scheduler.config.chunk_target
-        step_time = StepTimeModel(target.prior) if target is not None else None
-        self.replicas.append(Replica(name, epoch, kv, slots, self.waiting, step_time))
+        step_time = StepTimeModel(CPU_COSTS if target is None else target.prior)
+        self.replicas.append(Replica(name, epoch, kv, slots, self.waiting, step_time, self.clock()))
         refused: list[tuple[Sequence, RequestError]] = []
         for sequence in list(self.waiting):
             try:

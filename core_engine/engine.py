@@ -17,8 +17,8 @@ from core_engine.step_record import StepLog
 from core_engine.worker_link import WorkerLink
 from shared.config import Settings
 from shared.errors import ErrorCode, ProtocolError, RequestError, StartupError
+from shared.heartbeat import Heartbeat
 from shared.hop import RunningClock, Timers
-from shared.lifecycle import Heartbeat
 from shared.links import (
     DEFAULT_ENGINE_ENDPOINT,
     DEFAULT_WORKERS_ENDPOINT,
@@ -65,6 +65,7 @@ class Engine:
             step_timeout_s=settings.step_timeout_s,
             begin=self._begin_epoch,
             end=self._end_epoch,
+            on_leaving=self._on_leaving,
             make_hello=self._hello,
             make_listener=self._listener,
         )
@@ -186,6 +187,9 @@ class Engine:
             self.frontends.fail(sequence, RequestError(words, code=ErrorCode.INTERNAL))
         self.frontends.announce()
 
+    def _on_leaving(self) -> None:
+        self.frontends.announce()
+
     def _describe(self, name: str, ready: Ready) -> None:
         """Say in plain words what the KV cache can hold."""
         block_size = self.settings.block_size
@@ -208,7 +212,7 @@ class Engine:
 
     def _hello(self, peer: Hello | None) -> Hello:
         """What the engine says of itself, to ``peer`` if it spoke first."""
-        ready = bool(self.core.replicas) and not self._failure
+        ready = self.core.is_ready and not self._failure
         return Hello(
             role="core_engine",
             name=self.name,

@@ -53,6 +53,7 @@ def load_engine_config(settings: Settings) -> EngineConfig:
         watermark=settings.watermark,
         steps_in_flight=settings.steps_in_flight,
         max_num_queued_reqs=settings.max_num_queued_reqs,
+        max_num_queued_tokens=settings.max_num_queued_tokens,
     )
     worker = WorkerConfig(
         model=str(source.path),

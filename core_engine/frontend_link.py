@@ -11,7 +11,8 @@ from core_engine.core import EngineCore
 from core_engine.metrics import kv_usage
 from core_engine.request import Request, Sequence, stop_ids_of
 from core_engine.settle import Settled
-from shared.errors import ErrorCode, RequestError
+from core_engine.stall import StallWatch
+from shared.errors import RequestError
 from shared.hop import ENGINE, EngineChild, Log, RunningClock, Timers
 from shared.hop import Request as HopRequest
 from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, PromptInfo, TokenSpec
@@ -50,6 +51,7 @@ class FrontendLink:
         self._eos_ids = eos_ids
         self._make_hello = make_hello
         self._num_requests = 0
+        self._stall = StallWatch(core, clock)
         self._peers: dict[str, float] = {}
         """Identity, when it last said Hello."""
         self._load: Load | None = None
@@ -187,7 +189,7 @@ class FrontendLink:
 
     def _refuse(self, request: HopRequest, error: RequestError) -> None:
         log.info("refused", request_id=request.rid, reason=error.message)
-        self.core.metrics.refused(queue_full=error.code is ErrorCode.OVERLOADED)
+        self.core.metrics.refused()
         self.child.fail(request, _error_info(error))
 
     def _on_first_token(self, sequence: Sequence) -> None:
@@ -228,6 +230,7 @@ class FrontendLink:
             waiting=len(core.waiting),
             kv_usage=kv_usage(core.replicas),
             metrics=core.metrics.samples(core.replicas, len(core.waiting)),
+            stalled_s=self._stall.stalled_s(),
         )
         if now < self._beat_due and self._load is not None and load.metrics == self._load.metrics:
             return

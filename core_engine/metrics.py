@@ -43,7 +43,9 @@ class EngineMetrics:
         self._success = registry.counters("vllm:request_success", "finished_reason")
         for reason in FinishReason:
             self._success.labels(reason.name.lower())
-        self._rejections = registry.counters("vllm:admission_rejections", "reason").labels("max_num_queued_reqs")
+        self._rejections = registry.counters("vllm:admission_rejections", "reason")
+        for bound in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            self._rejections.labels(bound)
         self._step_tokens = registry.histogram("vllm:iteration_tokens_total", STEP_TOKENS)
         self._prompt = registry.histogram("vllm:request_prompt_tokens", lengths)
         self._generation = registry.histogram("vllm:request_generation_tokens", lengths)
@@ -89,9 +91,13 @@ class EngineMetrics:
         if measured_s > 0.0:
             self._time_ratio.observe(measured_s / predicted_s)
 
-    def refused(self, *, queue_full: bool) -> None:
+    def refused(self) -> None:
+        """A request was refused, for whatever reason."""
         self._success.labels("error").inc()
-        self._rejections.inc(queue_full)
+
+    def queue_full(self, bound: str) -> None:
+        """A request was refused by this setting."""
+        self._rejections.labels(bound).inc()
 
     def finished(self, request: Request) -> None:
         """Every choice of a request has ended."""
@@ -131,7 +137,21 @@ class EngineMetrics:
         self._running.set(sum(replica.num_running for replica in replicas))
         self._waiting.set(num_waiting)
         self._usage.set(kv_usage(replicas))
-        return self._registry.samples()
+        return self._registry.samples() + [sample for replica in replicas for sample in _samples_of(replica)]
+
+
+def _samples_of(replica: Replica) -> list[Sample]:
+    """Counted since its worker became ready; they are gone with it."""
+    values = {
+        "headrace:replica_requests_running": replica.num_running,
+        "headrace:replica_kv_cache_usage_perc": replica.kv.pool.usage,
+        "headrace:replica_leaving": float(replica.leaving),
+        "headrace:replica_prefix_cache_queries_total": replica.cache_queries,
+        "headrace:replica_prefix_cache_hits_total": replica.cache_hits,
+        "headrace:replica_steps_total": replica.num_steps,
+        "headrace:replica_compute_seconds_total": replica.compute_s,
+    }
+    return [(name, {"replica": replica.name}, float(value)) for name, value in values.items()]
 
 
 def kv_usage(replicas: SequenceOf[Replica]) -> float:

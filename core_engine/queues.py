@@ -12,6 +12,9 @@ from core_engine.request import Sequence
 class WaitingQueue(Protocol):
     """Holds each waiting sequence once."""
 
+    num_prompt_tokens: int
+    """Of all that wait, those of each choice."""
+
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -33,6 +36,7 @@ class FirstComeFirstServed:
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -42,12 +46,14 @@ class FirstComeFirstServed:
 
     def push(self, sequence: Sequence) -> None:
         bisect.insort(self._sequences, sequence, key=_arrival)
+        self.num_prompt_tokens += sequence.prompt_len
 
     def remove(self, sequence: Sequence) -> None:
         index = bisect.bisect_left(self._sequences, sequence.arrival, key=_arrival)
         if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise KeyError(sequence)
         del self._sequences[index]
+        self.num_prompt_tokens -= sequence.prompt_len
 
 
 def _arrival(sequence: Sequence) -> tuple[int, int]:

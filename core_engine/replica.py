@@ -44,7 +44,8 @@ class Replica:
         kv: KVCacheManager,
         slots: SlotTable,
         waiting: WaitingQueue,
-        step_time: StepTimeModel | None = None,
+        step_time: StepTimeModel,
+        now: float,
     ) -> None:
         self.name = name
         self.epoch = epoch
@@ -52,11 +53,20 @@ class Replica:
         self.slots = slots
         self.waiting = waiting
         self.step_time = step_time
-        """None: the times of its steps are of no interest."""
+        self.leaving = False
+        """Its worker was asked to stop: it admits nothing more."""
+        self.progress_at = now
+        """When the window was last empty, or a step was settled."""
         self.window: deque[StepInFlight] = deque()
         self.last_compute_s = 0.0
         """What the step that was settled last took on the device; 0: not known."""
         self.num_steps = 0
+        self.compute_s = 0.0
+        """What all settled steps took on the device."""
+        self.cache_queries = 0
+        """Tokens of sequences that got their first slot here."""
+        self.cache_hits = 0
+        """How many of them the prefix cache held."""
         self.prefilling: list[Sequence] = []
         """Admitted, with known tokens still to be planned; in the order of admission."""
         self.released: list[int] = []
@@ -73,6 +83,16 @@ class Replica:
     def num_running(self) -> int:
         """Sequences that hold a slot, those on their way out included."""
         return self.slots.num_slots - self.slots.num_free
+
+    @property
+    def is_idle(self) -> bool:
+        """No sequence, no step in flight."""
+        return not self.window and self.num_running == 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens of its sequences that the prefix cache held, 0 to 1."""
+        return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.slot is not None and self.slots.sequences[sequence.slot] is sequence

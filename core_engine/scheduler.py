@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from core_engine.admission import Admission
 from core_engine.chunking import ChunkLimit, ChunkTarget
 from core_engine.metrics import EngineMetrics
 from core_engine.queues import WaitingQueue
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Sequence
+from core_engine.routing import Router
 from core_engine.slot_table import Slots
 from core_engine.step_record import RowRecord, StepRecord
 from core_engine.step_time import StepLoad
@@ -67,7 +67,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         waiting: WaitingQueue,
-        admission: Admission,
+        router: Router,
         *,
         clock: Callable[[], float] = time.monotonic,
         metrics: EngineMetrics,
@@ -75,7 +75,8 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.waiting = waiting
-        self.admission = admission
+        self.router = router
+        self.admission = router.admission
         self._clock = clock
         self._metrics = metrics
         self._recorder = recorder
@@ -87,7 +88,7 @@ class Scheduler:
         budget = min(self.config.max_num_batched_tokens - len(decode), self.config.max_prefill_tokens)
         draft.limit = self._limit(replica, decode)
         budget = self._plan_prefills(replica, draft, budget)
-        if self.waiting and not draft.num_preempted and not replica.num_draining_preemptions:
+        if self.waiting and not (replica.leaving or draft.num_preempted or replica.num_draining_preemptions):
             self._admit(replica, draft, budget)
         if not draft.prefills and not len(decode):
             return None
@@ -157,7 +158,7 @@ class Scheduler:
         """What prefills may add to a step with these decode rows."""
         target, model = self.config.chunk_target, replica.step_time
         num_prompts = len(replica.prefilling) + len(self.waiting)
-        if target is None or model is None or not num_prompts or not len(decode):
+        if target is None or not num_prompts or not len(decode):
             return None
         context = int(replica.slots.num_computed[decode].sum()) + len(decode)
         limit = ChunkLimit(target, model, num_decodes=len(decode), context=context, num_prompts=num_prompts)
@@ -191,8 +192,9 @@ class Scheduler:
         num_active = int(slots.decoding.sum()) + len(replica.prefilling)
         limit = draft.limit
         share = self._share(replica, budget, limit)
+        candidates = self._candidates(replica)
         while budget > 0 and num_active < config.max_num_seqs and slots.num_free:
-            sequence = self._next_waiting(replica)
+            sequence = next(candidates, None)
             if sequence is None or (limit is not None and not limit.is_open):
                 return
             may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
@@ -216,11 +218,19 @@ class Scheduler:
             budget -= count
             num_active += 1
 
-    def _next_waiting(self, replica: Replica) -> Sequence | None:
-        """The first that need not wait for another choice of its request, whose prompt it will find in the cache."""
-        if not replica.kv.enable_prefix_caching:
-            return next(iter(self.waiting), None)
-        return next((sequence for sequence in self.waiting if not replica.kv.is_being_computed(sequence)), None)
+    def _candidates(self, replica: Replica) -> Iterator[Sequence]:
+        """The waiting sequences that this replica should admit, in order; each is taken before the next is asked for.
+
+        None of them has to wait for another choice of its request, whose prompt it will find in the cache.
+        """
+        if len(self.router.replicas) > 1:
+            yield from self.router.sequences_for(replica, self.waiting, self.config, self._clock())
+            return
+        while True:
+            sequence = next((each for each in self.waiting if not replica.kv.is_being_computed(each)), None)
+            if sequence is None:
+                return
+            yield sequence
 
     def _place(self, replica: Replica, draft: _Draft, sequence: Sequence, num_cached: int) -> None:
         self.waiting.remove(sequence)
@@ -234,6 +244,8 @@ class Scheduler:
             sequence.scheduled_at = self._clock()
             sequence.cached_tokens = min(num_cached, sequence.prompt_len)
             self._metrics.scheduled(sequence)
+            replica.cache_queries += len(sequence.tokens)
+            replica.cache_hits += sequence.cached_tokens
 
     def _share(self, replica: Replica, budget: int, limit: ChunkLimit | None) -> int:
         """Tokens of a step that one of several prompts may take, so that a short one passes a long one."""
@@ -281,6 +293,8 @@ class Scheduler:
         ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence, _ in draft.prefills]
         load = _load(prefill, len(decode), int(computed.sum()))
         predicted_s = draft.limit.predicted_s if draft.limit is not None and draft.prefills else None
+        if not replica.window:
+            replica.progress_at = self._clock()
         replica.window.append(StepInFlight(step.number, rows, sampled, ends, load, predicted_s))
         if self._recorder is not None:
             self._recorder(_record(replica, draft, decode))

@@ -6,6 +6,8 @@
     Ready(epoch, blocks) ────────────▶  a new Replica
                  ◀───────── Step 1, 2, …    (a window of steps in flight)
     StepResult 1, 2, … (name/results) ▶
+    Hello(leaving) ──────────────────▶  its replica admits nothing more; once that is empty
+                 ◀───────── Dismissed(epoch)
 
 An epoch ends when the worker's boot changes, it says that it failed, a frame or number is wrong, a message cannot be
 sent, or nothing is settled for too long. Its replica is given up, and its sequences wait again.
@@ -21,7 +23,7 @@ import structlog
 
 from core_engine.replica import Replica
 from shared.errors import ProtocolError, StartupError
-from shared.messages import Epoch, Hello, Init, Ready, Step, StepResult, WorkerConfig, WorkerFailed
+from shared.messages import Dismissed, Epoch, Hello, Init, Ready, Step, StepResult, WorkerConfig, WorkerFailed
 from shared.transport import Listener
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -29,6 +31,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 MOST_AT_ONCE = 64
 """Messages that are taken from the socket in one turn of the loop."""
 LONGEST_BACK_OFF_S = 10.0
+LATE_BEATS = 5
+"""A worker that owes a result is probed more often for so long, so that a dead one's requests soon go on elsewhere."""
 STEPS, RESULTS = "/steps", "/results"
 
 
@@ -47,6 +51,8 @@ class Worker:
     failures: int = 0
     """Epochs in a row that ended without a settled step."""
     status: str = ""
+    leaving: bool = False
+    """It was asked to stop; without a replica it is told to, again with each of its beats."""
 
 
 class WorkerLink:
@@ -54,6 +60,7 @@ class WorkerLink:
 
     Args:
         begin: a worker is ready; makes its replica.
+        on_leaving: a replica admits nothing more.
         end: an epoch with a replica is over.
     """
 
@@ -68,6 +75,7 @@ class WorkerLink:
         step_timeout_s: float,
         begin: Callable[[str, Ready], Replica],
         end: Callable[[Replica, str], None],
+        on_leaving: Callable[[], None],
         make_hello: Callable[[Hello | None], Hello],
         make_listener: Callable[..., Listener],
     ) -> None:
@@ -82,6 +90,7 @@ class WorkerLink:
         self._step_timeout_s = step_timeout_s
         self._begin = begin
         self._end = end
+        self._on_leaving = on_leaving
         self._make_hello = make_hello
         self._counter = itertools.count(1)
 
@@ -89,7 +98,8 @@ class WorkerLink:
     def status(self) -> str:
         """What the workers are doing, in words, while none is ready."""
         for worker in self.workers.values():
-            return worker.status or f"worker {worker.name} is loading the model"
+            if not worker.leaving:
+                return worker.status or f"worker {worker.name} is loading the model"
         return "waiting for a worker"
 
     # -- the loop's side -------------------------------------------------------------------------------------------
@@ -149,20 +159,28 @@ class WorkerLink:
             self._new_epoch(worker, str(error))
 
     def tick(self) -> None:
-        """Repeat Inits, probe silent workers, end epochs that are stuck; call it several times a beat."""
+        """Repeat Inits, probe silent workers, end stuck epochs, dismiss who leaves; call it several times a beat."""
         now = self._clock()
         for worker in list(self.workers.values()):
-            if worker.replica is None:
+            if worker.leaving and (worker.replica is None or worker.replica.is_idle):
+                self._dismiss(worker)
+            elif worker.replica is None:
                 if now >= worker.init_due:
                     worker.init_due = now + self._beat_s
                     if not self.listener.send(worker.name + STEPS, Init(worker.epoch, self._config)):
                         self.lose(worker, "it is not connected")
             elif worker.replica.window and now - worker.progress_at > self._step_timeout_s:
                 self._new_epoch(worker, f"no step was settled for {self._step_timeout_s:g} s")
-            elif now - worker.heard_at > 2 * self._beat_s:
+            elif now - worker.heard_at > self._silence_s(worker, now):
                 worker.heard_at = now
                 if not self.listener.send(worker.name + STEPS, self._make_hello(None)):
                     self.lose(worker, "it is not connected")
+
+    def _silence_s(self, worker: Worker, now: float) -> float:
+        """Silence after which a worker is probed. That it is gone shows when a message to it cannot be sent."""
+        owes = worker.replica is not None and len(worker.replica.window) > 0
+        is_late = owes and now - worker.progress_at < LATE_BEATS * self._beat_s
+        return self._beat_s / 4 if is_late else 2 * self._beat_s
 
     def lose(self, worker: Worker, reason: str) -> None:
         """Forget a worker; it may come back with a Hello."""
@@ -183,14 +201,16 @@ class WorkerLink:
             return
         worker, now = self.workers.get(name), self._clock()
         if worker is None:
-            worker = Worker(name, boot, self._next_epoch(), now, now)
+            worker = Worker(name, boot, self._next_epoch(), now, now, leaving=hello.leaving)
             self.workers[name] = worker
             log.info("worker connected", worker=name, epoch=worker.epoch.counter)
             self._send_init(worker)
         elif worker.boot != boot:
-            worker.boot = boot
+            worker.boot, worker.leaving = boot, hello.leaving
             self._new_epoch(worker, "it was started again")
         worker.heard_at, worker.status = now, hello.status
+        if hello.leaving and not worker.leaving:
+            self._leave(worker)
 
     def _on_ready(self, peer: str, ready: Ready) -> None:
         worker = self._of_epoch(peer, ready.epoch)
@@ -199,6 +219,8 @@ class WorkerLink:
         if ready.error is not None:
             raise StartupError(f"worker {worker.name} cannot work: {ready.error}")
         worker.heard_at = worker.progress_at = self._clock()
+        if worker.leaving:
+            return
         worker.replica = self._begin(worker.name, ready)
 
     def _on_malformed(self, peer: str, error: ProtocolError) -> None:
@@ -207,6 +229,26 @@ class WorkerLink:
         if worker is not None:
             self._new_epoch(worker, f"malformed message: {error}")
 
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def _leave(self, worker: Worker) -> None:
+        """Its sequences may finish; nothing new is admitted."""
+        worker.leaving = True
+        log.info("worker is leaving", worker=worker.name, running=worker.replica.num_running if worker.replica else 0)
+        if worker.replica is not None:
+            worker.replica.leaving = True
+            self._on_leaving()
+
+    def _dismiss(self, worker: Worker) -> None:
+        """Let a worker without work end. It is forgotten once it cannot be reached."""
+        if worker.replica is not None:
+            log.info("worker dismissed", worker=worker.name, epoch=worker.epoch.counter)
+            self._give_up(worker, "it was dismissed")
+        if self._clock() >= worker.init_due:
+            worker.init_due = self._clock() + self._beat_s
+            if not self.listener.send(worker.name + STEPS, Dismissed(worker.epoch)):
+                del self.workers[worker.name]
+
     # -- epochs ----------------------------------------------------------------------------------------------------
 
     def _next_epoch(self) -> Epoch:
@@ -214,8 +256,9 @@ class WorkerLink:
 
     def _new_epoch(self, worker: Worker, reason: str) -> None:
         log.warning("epoch over", worker=worker.name, epoch=worker.epoch.counter, reason=reason)
-        worker.epoch = self._next_epoch()
         self._give_up(worker, reason)
+        if not worker.leaving:
+            worker.epoch = self._next_epoch()
         delay = 0.0 if worker.failures < 2 else min(0.1 * 2**worker.failures, LONGEST_BACK_OFF_S)
         worker.failures += 1
         worker.init_due = self._clock() + delay
@@ -223,6 +266,8 @@ class WorkerLink:
             self._send_init(worker)
 
     def _send_init(self, worker: Worker) -> None:
+        if worker.leaving:
+            return
         worker.init_due = self._clock() + self._beat_s
         self.listener.send(worker.name + STEPS, Init(worker.epoch, self._config))
 

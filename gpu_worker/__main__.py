@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from gpu_worker.device_lease import device_lease
 from gpu_worker.early_start import start_early
 from gpu_worker.threads import prepare_environment
 from gpu_worker.worker import Worker
@@ -13,8 +14,10 @@ from shared.lifecycle import EXIT_OK, install_signal_handlers, run_service
 
 def main(settings: Settings) -> None:
     prepare_environment()
-    start_early(settings.device)
-    worker = Worker(settings)
+    lease = device_lease(settings)
+    if lease.take():
+        start_early(lease.device)
+    worker = Worker(settings, lease)
     install_signal_handlers(worker.stop)
     worker.run()
     if worker.loading:

@@ -117,8 +117,15 @@ class Beats:
     def __init__(self, link: Connector, hello: Callable[[], Hello], beat_s: float) -> None:
         self._link, self._hello, self._beat_s = link, hello, beat_s
         self._next = 0.0
+        self.connected = False
+        """Whether there was somebody to say the last one to."""
 
     def beat(self) -> None:
-        now = time.monotonic()
-        if now >= self._next and self._link.send(self._hello()):
-            self._next = now + self._beat_s
+        """Say Hello if it is due; while nobody is connected it stays due."""
+        if time.monotonic() >= self._next:
+            self.beat_now()
+
+    def beat_now(self) -> None:
+        self.connected = self._link.send(self._hello())
+        if self.connected:
+            self._next = time.monotonic() + self._beat_s

@@ -12,17 +12,20 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from gpu_worker.device_lease import DeviceLease
+from gpu_worker.early_start import start_early
 from gpu_worker.model_loading import ModelLoading
 from gpu_worker.result_sender import Beats, ResultSender
 from gpu_worker.threads import ThreadGovernor, usable_cores
 from shared.config import WORKER, Settings
 from shared.errors import ProtocolError, StartupError
-from shared.lifecycle import Heartbeat
+from shared.heartbeat import Heartbeat
 from shared.links import curve_keys_of, process_name
 from shared.logging import get_logger
 from shared.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
+    Dismissed,
     Epoch,
     Hello,
     Init,
@@ -42,6 +45,8 @@ log = get_logger()
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms can hold up a launch while the results thread runs."""
 LOADING_POLL_S = 0.02
+SILENT_BEATS = 5
+"""An engine that answers no sign of life for so long is not waited for by a worker that leaves."""
 IDLE_S = 0.2
 """A worker without a step for this long may do what would hold up the next one."""
 LAST_WORDS_S = 1.0
@@ -49,18 +54,29 @@ LAST_WORDS_S = 1.0
 
 
 class Worker:
-    """One worker of one engine; ``run`` returns when ``stop`` was called."""
+    """One worker of one engine; ``run`` returns when ``stop`` was called and the engine needs it no more.
 
-    def __init__(self, settings: Settings) -> None:
+    Args:
+        lease: of the device; if it is not held yet, the worker says what it waits for, and loads nothing until it is.
+    """
+
+    def __init__(self, settings: Settings, lease: DeviceLease) -> None:
         if settings.worker_endpoint is None:
             raise StartupError("--worker-endpoint is missing: where the engine listens for workers")
         self._endpoint = settings.worker_endpoint
-        self._device, self._beat_s = settings.device, settings.beat_s
+        self._lease, self._beat_s = lease, settings.beat_s
         self._curve = curve_keys_of(settings)
         self._name = process_name(settings)
         self._boot = new_boot()
         self._governor = ThreadGovernor(settings.threads, usable_cores())
+        self._heartbeat, self._step_timeout_s = Heartbeat(), settings.step_timeout_s
         self._stopping = False
+        self._patience_s = settings.shutdown_timeout
+        self._heard_at = time.monotonic()
+        """When the engine last said something."""
+        self._leave_by: float | None = None
+        """When a worker that was asked to stop ends, whatever is left to compute."""
+        self._dismissed = False
         self._epoch: Epoch | None = None
         self._config: WorkerConfig | None = None
         """What the current epoch asks for."""
@@ -74,10 +90,11 @@ class Worker:
         """Until then a further step is to be expected."""
         self._failed = False
         self._link = self._connect("steps")
+        self._beats = Beats(self._link, self._hello, self._beat_s)
         self._results = ResultSender(lambda: self._connect("results"), self._hello, self._beat_s)
 
     def stop(self) -> None:
-        """End ``run``; may be called from a signal handler."""
+        """End ``run`` once what the engine sent is computed; may be called from a signal handler."""
         self._stopping = True
 
     @property
@@ -86,25 +103,28 @@ class Worker:
         return self._loading is not None and not self._loading.finished
 
     def run(self) -> None:
-        """Serve until stopped.
+        """Serve until stopped. Then say so with each sign of life, and go on until the engine dismisses this worker, it
+        is gone, nothing runs here, or ``--shutdown-timeout`` is over.
 
         Raises:
             StartupError: the model can never be ready; the engine was told.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        poller, beats, heartbeat = Poller(), Beats(self._link, self._hello, self._beat_s), Heartbeat()
+        poller, heartbeat = Poller(), self._heartbeat
         poller.register(self._link)
         self._results.start()
         try:
-            while not self._stopping:
+            while not (self._stopping and self._may_leave()):
                 received = self._link.receive()
                 if received is not None:
+                    self._heard_at = time.monotonic()
                     self._handle(received.message)
                 elif not self._prepare():
                     poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
+                self._take_device()
                 self._finish_loading()
                 self._follow_load()
-                beats.beat()
+                self._beats.beat()
                 heartbeat.beat()
                 if self._fatal is not None:
                     self._say_last_words(self._fatal)
@@ -119,6 +139,8 @@ class Worker:
             self._on_step(message)
         elif isinstance(message, Init):
             self._on_init(message)
+        elif isinstance(message, Dismissed):
+            self._dismissed = self._dismissed or (self._stopping and not self._is_past(message.epoch))
         elif isinstance(message, Hello) and message.refusal:
             log.error("the engine refuses this worker", reason=message.refusal)
 
@@ -134,7 +156,8 @@ class Worker:
             self._next_step += 1
             self._idle_from = time.monotonic() + IDLE_S
             try:
-                launched = self._runner.launch(step)
+                with self._heartbeat.busy(self._step_timeout_s):
+                    launched = self._runner.launch(step)
             except Exception as error:
                 log.exception("a step failed", step=step.number, epoch=step.epoch.counter)
                 self._fail(step.number, f"{type(error).__name__}: {error}")
@@ -146,19 +169,58 @@ class Worker:
         if init.epoch == self._epoch:
             self._send_ready()
             return
-        if self._epoch is not None and init.epoch.boot == self._epoch.boot and init.epoch < self._epoch:
+        if self._is_past(init.epoch):
+            return
+        if self._stopping:
+            # What was computed here goes on elsewhere.
+            self._dismissed = True
             return
         log.info("a new epoch", epoch=init.epoch.counter)
         self._epoch, self._config = init.epoch, init.config
         self._next_step, self._failed = 1, False
         self._results.begin(init.epoch)
-        if self._loading is None:
+        if self._loading is None and self._lease.held:
             self._provide_runner(init.config)
+
+    def _is_past(self, epoch: Epoch) -> bool:
+        """Whether an epoch is one of this engine's from before the current one."""
+        return self._epoch is not None and epoch.boot == self._epoch.boot and epoch < self._epoch
 
     def _on_malformed(self, _peer: str, error: ProtocolError) -> None:
         self._fail(self._next_step, f"a malformed frame came: {error}")
 
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def _may_leave(self) -> bool:
+        """Whether a worker that was asked to stop is of no more use."""
+        now = time.monotonic()
+        if self._leave_by is None:
+            self._leave_by = now + self._patience_s
+            self._beats.beat_now()
+            if self._serving and self._beats.connected:
+                log.info("leaving when what runs is done", seconds_at_most=self._patience_s)
+        is_alone = not self._beats.connected or now - self._heard_at > SILENT_BEATS * self._beat_s
+        if not self._serving or self._dismissed or is_alone:
+            return True
+        if now < self._leave_by:
+            return False
+        log.warning("leaving with work left, which the engine moves", after_seconds=self._patience_s)
+        return True
+
+    @property
+    def _serving(self) -> bool:
+        """Whether the engine may have work here."""
+        return self._runner is not None and self._loading is None and self._epoch is not None and not self._failed
+
     # -- the model ---------------------------------------------------------------------------------------------------
+
+    def _take_device(self) -> None:
+        """Look whether a device has become free, if this worker waits for one."""
+        if self._lease.held or not self._lease.take():
+            return
+        start_early(self._lease.device)
+        if self._config is not None:
+            self._provide_runner(self._config)
 
     def _provide_runner(self, config: WorkerConfig) -> None:
         """Empty the runner if it was made for this configuration; begin to load one otherwise."""
@@ -167,7 +229,7 @@ class Worker:
             self._send_ready()
             return
         previous, self._runner = self._runner, None
-        self._loading = ModelLoading(config, self._device, previous, self._runner_config)
+        self._loading = ModelLoading(config, self._lease.device, previous, self._runner_config)
 
     def _finish_loading(self) -> None:
         loading = self._loading
@@ -179,6 +241,8 @@ class Worker:
             self._send_ready()
             return
         self._runner, self._runner_config = loading.runner, loading.config
+        if self._runner.device.type == "cpu":
+            self._lease.give_back()
         self._use_threads()
         gc.collect()
         gc.freeze()
@@ -238,9 +302,18 @@ class Worker:
 
     def _hello(self) -> Hello:
         ready = self._runner is not None and self._loading is None
+        status = "" if ready else self._status
+        return Hello(
+            WORKER, self._name, OLDEST_PROTOCOL, PROTOCOL_VERSION, ready, None, self._fatal, status, self._stopping
+        )
+
+    @property
+    def _status(self) -> str:
+        """What a worker does that is not ready, in words."""
         loading = self._loading
-        status = "" if ready else loading.status if loading is not None else "waiting for the engine's Init"
-        return Hello(WORKER, self._name, OLDEST_PROTOCOL, PROTOCOL_VERSION, ready, None, self._fatal, status)
+        if loading is not None:
+            return loading.status
+        return "waiting for the engine's Init" if self._lease.held else self._lease.status
 
     def _fail(self, number: int, reason: str) -> None:
         """Tell the engine that this epoch is over, after the results of earlier steps; wait for a new Init."""

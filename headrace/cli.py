@@ -19,7 +19,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("headrace.launcher:serve", "start a model's four processes and serve the OpenAI API"),
+    "serve": Command("headrace.launcher:serve", "start a model's processes and serve the OpenAI API"),
     "complete": Command("headrace.complete:main", "continue a text on the terminal"),
     "chat": Command("headrace.chat:main", "talk with a model on the terminal"),
     "bench": Command("headrace.bench.main:main", "measure a server or an engine"),

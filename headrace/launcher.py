@@ -1,4 +1,4 @@
-"""``headrace serve``: the four processes of one machine, joined by ``ipc`` sockets in a private folder."""
+"""``headrace serve``: the processes of one machine, joined by ``ipc`` sockets in a private folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pathlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from headrace.client import base_url, readiness
 from headrace.run_dir import RunDir
-from headrace.supervisor import Program, Supervisor, python_argv
+from headrace.supervisor import Program, RestartPolicy, Supervisor, python_argv
 from shared.config import ENGINE, ENV_PREFIX, GATEWAY, SERVICES, TOKENIZER, WORKER, Settings, parse_settings
 from shared.errors import StartupError
 from shared.lifecycle import EXIT_CONFIG, watch_parent
@@ -75,12 +75,12 @@ class Launcher:
         source = resolve_model(settings.model, settings.revision)
         run_dir = RunDir(settings.run_dir)
         try:
-            return asyncio.run(self._supervise(settings, programs(settings, source, run_dir.ipc)))
+            return asyncio.run(self._supervise(settings, programs(settings, source, run_dir)))
         finally:
             run_dir.close()
 
     async def _supervise(self, settings: Settings, to_run: Sequence[Program]) -> int:
-        supervisor = Supervisor(to_run)
+        supervisor = Supervisor(to_run, RestartPolicy.of(settings))
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # nohup means: not even then.
@@ -108,15 +108,15 @@ class Launcher:
 
 
 def programs(
-    settings: Settings, source: ModelSource, ipc: Callable[[str], str], services: Collection[str] = SERVICES
+    settings: Settings, source: ModelSource, run_dir: RunDir, services: Collection[str] = SERVICES
 ) -> list[Program]:
     """The processes to run, in the order in which they are stopped.
 
     Args:
-        ipc: makes an endpoint from a name: ``tokenizer-0``, …, ``engine``, ``worker``.
+        run_dir: for sockets, ``tokenizer-0``, …, ``engine`` and ``worker``, and for heartbeat files.
         services: those to run.
     """
-    keys = settings.api_key
+    keys, ipc = settings.api_key, run_dir.ipc
     tokenizers = [f"tokenizer-{i}" for i in range(settings.tokenizers)]
     settings = dataclasses.replace(
         settings,
@@ -133,13 +133,18 @@ def programs(
     # has its default value. Keys travel in the environment, because everybody can read a command line.
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     secrets = {API_KEY_VARIABLE: ",".join(keys)} if keys else {}
-    found = [_program(GATEWAY, settings, environ | secrets)]
-    for i, name in enumerate(tokenizers):
-        label = TOKENIZER if len(tokenizers) == 1 else f"{TOKENIZER}/{i}"
-        found.append(_program(TOKENIZER, dataclasses.replace(settings, listen=ipc(name)), environ, label))
-    found.append(_program(ENGINE, dataclasses.replace(settings, listen=ipc("engine")), environ))
-    found.append(_program(WORKER, settings, environ))
-    return [program for program in found if program.name.partition("/")[0] in services]
+    to_run = [
+        (GATEWAY, [settings], environ | secrets),
+        (TOKENIZER, [dataclasses.replace(settings, listen=ipc(name)) for name in tokenizers], environ),
+        (ENGINE, [dataclasses.replace(settings, listen=ipc("engine"))], environ),
+        (WORKER, _workers(settings), environ),
+    ]
+    found = []
+    for service, replicas, variables in to_run:
+        for i, own in enumerate(replicas if service in services else ()):
+            label = service if len(replicas) == 1 else f"{service}/{i}"
+            found.append(_program(service, own, variables, label, run_dir))
+    return found
 
 
 def claim_port(host: str, port: int) -> int:
@@ -182,9 +187,15 @@ def _refuse_link_settings(settings: Settings) -> None:
             raise StartupError("an API key may not contain a comma")
 
 
-def _program(service: str, settings: Settings, environ: Mapping[str, str], label: str = "") -> Program:
+def _workers(settings: Settings) -> list[Settings]:
+    """One for each replica. Their names outlive their processes: the engine knows at once which of them is back."""
+    return [dataclasses.replace(settings, name=f"worker-{i}") for i in range(settings.data_parallel_size)]
+
+
+def _program(service: str, settings: Settings, environ: Mapping[str, str], label: str, run_dir: RunDir) -> Program:
     grace_s = GRACE_S[service] + (settings.shutdown_timeout if service == GATEWAY else 0.0)
-    return Program(label or service, python_argv(service, *settings.to_argv(service)), environ, grace_s)
+    argv = python_argv(service, *settings.to_argv(service))
+    return Program(label, argv, environ, grace_s, run_dir.heartbeat(label))
 
 
 def _model_argument(source: ModelSource) -> str:

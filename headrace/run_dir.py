@@ -1,4 +1,4 @@
-"""The private folder that holds the sockets of one launcher."""
+"""The private folder that holds the sockets and heartbeat files of one launcher."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RunDir:
 
     ``path`` None: a new folder under ``XDG_RUNTIME_DIR`` (else the temporary folder), removed by ``close``; folders
     that launchers left there when they were killed are removed on the way. A folder that the user named is kept, and
-    only the sockets in it are removed. Raises ``StartupError`` when the folder is not private, not ours, in use, or its
-    path is too long for a socket.
+    only what was made in it is removed. Raises ``StartupError`` when the folder is not private, not ours, in use, or
+    its path is too long for a socket.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -51,12 +51,16 @@ class RunDir:
             )
         return f"ipc://{path}"
 
+    def heartbeat(self, name: str) -> pathlib.Path:
+        """The heartbeat file of a process."""
+        return self.path / f"{name.replace('/', '-')}.heartbeat"
+
     def close(self) -> None:
-        """Remove the sockets, and the folder if it was made here."""
+        """Remove the sockets and the heartbeat files, and the folder if it was made here."""
         if self._remove:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            for leftover in [*self.path.glob("*.sock"), self.path / LOCK]:
+            for leftover in [*self.path.glob("*.sock"), *self.path.glob("*.heartbeat"), self.path / LOCK]:
                 leftover.unlink(missing_ok=True)
         os.close(self._lock_fd)
 

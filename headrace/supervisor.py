@@ -1,8 +1,8 @@
 """Keeps a set of programs running: starts them, starts them again when they end, stops them in order.
 
-One asyncio task per program. A program that ends while nobody asked it to is started again after a pause that grows;
-one that ends with ``EXIT_CONFIG`` or ``EXIT_USAGE``, or more than ``MAX_RESTARTS`` times in ``RESTART_WINDOW_S``, ends
-them all.
+One asyncio task per program. A program that ends while nobody asked it to is started again after a pause that doubles;
+one that ends with ``EXIT_CONFIG`` or ``EXIT_USAGE``, or once more than its restarts are allowed to be, ends them all. A
+program that runs, but no longer renews its heartbeat file, is killed and started again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -20,14 +21,15 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from headrace.child_process import ChildProcess
+from shared.config import Settings
+from shared.heartbeat import EXIT_STUCK, HEARTBEAT_VARIABLE
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_GAVE_UP, EXIT_OK, EXIT_USAGE, PARENT_VARIABLE
 from shared.logging import get_logger
 
-MAX_RESTARTS = 3
-"""Restarts of one program within ``RESTART_WINDOW_S``; the next end of it is final."""
-RESTART_WINDOW_S = 300.0
-BACKOFF_S = (0.1, 1.0, 5.0)
-"""Pause before the first, second and further restarts within the window."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+"""Before the first restart within the window, and before any; each pause is twice the one before."""
+CHECKS = 10
+"""How often a heartbeat is looked at within the time that it may be missing."""
 KILL_WAIT_S = 5.0
 """How long the kernel may take to end a process after SIGKILL before we go on without it."""
 
@@ -43,6 +45,30 @@ class Program:
     """Its whole environment."""
     grace_s: float = 10.0
     """Time from SIGTERM to SIGKILL at an orderly stop."""
+    heartbeat: pathlib.Path | None = None
+    """The file that it renews while it is well (``shared.heartbeat``)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a program is started again, in seconds where a time is meant."""
+
+    max_restarts: int = 10
+    """Restarts of one program within ``window_s``; its next end is final. More than the crashes that one request may
+    cause before it is refused."""
+    window_s: float = 300.0
+    first_pause_s: float = FIRST_PAUSE_S
+    stuck_timeout_s: float = 30.0
+    """A program whose heartbeat is missing for this long is killed; 0: never."""
+
+    @classmethod
+    def of(cls, settings: Settings) -> RestartPolicy:
+        """What the flags say."""
+        return cls(settings.max_restarts, settings.restart_window, stuck_timeout_s=settings.stuck_timeout)
+
+    def pause_s(self, restarts: int) -> float:
+        """Before the next restart, after ``restarts`` within the window."""
+        return min(self.first_pause_s * 2.0 ** min(restarts, 32), LONGEST_PAUSE_S)
 
 
 class Supervisor:
@@ -55,16 +81,12 @@ class Supervisor:
     def __init__(
         self,
         programs: Sequence[Program],
+        policy: RestartPolicy | None = None,
         *,
-        max_restarts: int = MAX_RESTARTS,
-        window_s: float = RESTART_WINDOW_S,
-        backoff_s: Sequence[float] = BACKOFF_S,
         log: structlog.stdlib.BoundLogger | None = None,
     ) -> None:
         self._programs = list(programs)
-        self._max_restarts = max_restarts
-        self._window_s = window_s
-        self._backoff_s = backoff_s
+        self._policy = policy or RestartPolicy()
         self._running: dict[str, ChildProcess] = {}
         self._ended: asyncio.Future[int] | None = None
         self._at_once: int | None = None
@@ -81,6 +103,10 @@ class Supervisor:
         """Process id of a program, None while it is not running."""
         process = self._running.get(name)
         return None if process is None else process.pid
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the programs that run, by name."""
+        return {name: process.pid for name, process in self._running.copy().items()}
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
         """End the run in order; called a second time: kill everything, and ``run`` returns 128 + ``signum``."""
@@ -110,10 +136,11 @@ class Supervisor:
             self.kill()
 
     async def _keep(self, program: Program) -> None:
+        policy = self._policy
         restarts: collections.deque[float] = collections.deque()
         while True:
             try:
-                code = await self._run_once(program)
+                code, what = await self._run_once(program)
             except OSError as error:
                 self._fail(EXIT_FAILURE, f"{program.name} cannot be started: {error}")
                 return
@@ -121,30 +148,57 @@ class Supervisor:
                 self._fail(code, f"{program.name} cannot start; its message above says why")
                 return
             now = time.monotonic()
-            while restarts and restarts[0] < now - self._window_s:
+            while restarts and restarts[0] < now - policy.window_s:
                 restarts.popleft()
-            if len(restarts) == self._max_restarts:
+            if len(restarts) >= policy.max_restarts:
                 self._fail(
                     EXIT_GAVE_UP,
-                    f"{program.name} {describe_exit(code)}; giving up after {self._max_restarts} restarts "
-                    f"in {self._window_s:.0f} s",
+                    f"{program.name} {what}; giving up after {policy.max_restarts} restarts in {policy.window_s:.0f} s",
                 )
                 return
-            pause = self._backoff_s[min(len(restarts), len(self._backoff_s) - 1)]
+            pause = policy.pause_s(len(restarts))
             restarts.append(now)
             self._log.warning(
-                f"{program.name} {describe_exit(code)}; starting it again in {pause:g} s "
-                f"({len(restarts)} of {self._max_restarts})"
+                f"{program.name} {what}; starting it again in {pause:g} s ({len(restarts)} of {policy.max_restarts})"
             )
             await asyncio.sleep(pause)
 
-    async def _run_once(self, program: Program) -> int:
-        process = ChildProcess(program.argv, {**program.environ, PARENT_VARIABLE: str(os.getpid())})
+    async def _run_once(self, program: Program) -> tuple[int, str]:
+        """Start a program and wait for its end; its exit code, and what happened in words."""
+        environ = {**program.environ, PARENT_VARIABLE: str(os.getpid())}
+        if program.heartbeat is not None:
+            environ[HEARTBEAT_VARIABLE] = str(program.heartbeat)
+        process = ChildProcess(program.argv, environ)
         self._running[program.name] = process
         self._log.debug(f"started {program.name}", pid=process.pid)
-        code = await process.wait()
+        watch = asyncio.create_task(self._kill_when_stuck(process, program.heartbeat))
+        try:
+            code = await process.wait()
+        finally:
+            watch.cancel()
         del self._running[program.name]
-        return code
+        if watch.done() and not watch.cancelled():
+            return code, f"gave no sign of life for {self._policy.stuck_timeout_s:g} s and was killed"
+        return code, describe_exit(code)
+
+    async def _kill_when_stuck(self, process: ChildProcess, heartbeat: pathlib.Path | None) -> None:
+        """Return once a process has been killed because nobody has renewed its file for too long.
+
+        What counts is time in which this process ran itself: otherwise it would, when it wakes after both were stopped,
+        blame the other.
+        """
+        limit_s = self._policy.stuck_timeout_s
+        if heartbeat is None or not limit_s:
+            await asyncio.Event().wait()
+            return
+        every_s = limit_s / CHECKS
+        seen, silent_s, before = _renewed_at(heartbeat), 0.0, time.monotonic()
+        while silent_s < limit_s:
+            await asyncio.sleep(every_s)
+            now, stamp = time.monotonic(), _renewed_at(heartbeat)
+            silent_s = 0.0 if stamp != seen else silent_s + min(now - before, 2 * every_s)
+            seen, before = stamp, now
+        process.kill()
 
     async def _stop_in_order(self, code: int) -> int:
         groups: dict[str, list[Program]] = {}
@@ -192,8 +246,18 @@ class Supervisor:
             self._ended.set_result(code)
 
 
+def _renewed_at(heartbeat: pathlib.Path) -> int:
+    """When the file was renewed, in nanoseconds of the file system's clock; 0: not yet."""
+    try:
+        return heartbeat.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def describe_exit(code: int) -> str:
     """``-9`` → ``was killed by SIGKILL``; ``1`` → ``ended with exit code 1``."""
+    if code == EXIT_STUCK:
+        return f"stood still and ended itself (exit code {code})"
     if code >= 0:
         return f"ended with exit code {code}"
     try:

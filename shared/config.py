@@ -97,14 +97,20 @@ class Settings:
     block_size: int = setting(16, "tokens in one KV block", ENGINE)
     watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
     max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
+    max_num_queued_tokens: int | None = setting(None, "prompt tokens that may wait (default: any number)", ENGINE)
     steps_in_flight: int = setting(
         2, "steps sent to a worker before the first of them is settled; one more of less than 2 ms each", ENGINE
     )
-    step_timeout_s: float = setting(300.0, "a worker that settles no step for this long is stuck", ENGINE)
+    step_timeout_s: float = setting(
+        300.0, "a worker or an engine that has work and settles no step for this long is stuck", GATEWAY, ENGINE, WORKER
+    )
     step_log: str | None = setting(None, "file that gets one JSON line per step", ENGINE)
 
     # worker
-    device: str = setting("auto", "auto, cpu or cuda", ENGINE, WORKER)
+    device: str = setting("auto", "auto, cpu, cuda, or cuda:1 for the second visible GPU", ENGINE, WORKER)
+    device_lease_dir: str | None = setting(
+        None, "folder of the locks that keep workers from sharing a GPU (default: /tmp/headrace-leases-UID)", WORKER
+    )
     gpu_memory_utilization: float = setting(0.9, "share of the GPU's memory to use", ENGINE)
     kv_cache_bytes: int | None = setting(
         None, "size of the KV cache in bytes (default: 1 GiB on a CPU, measured on a GPU)", ENGINE
@@ -119,12 +125,18 @@ class Settings:
     port: int = setting(8000, "port of the API", GATEWAY)
     api_key: list[str] = setting([], "key that clients must send; may be given several times", GATEWAY)
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body; larger ones are refused with 413", GATEWAY)
-    shutdown_timeout: float = setting(30.0, "seconds that running requests may take after SIGTERM", GATEWAY)
+    shutdown_timeout: float = setting(30.0, "seconds that running requests may take after SIGTERM", GATEWAY, WORKER)
     max_connections: int = setting(4096, "requests served at the same time; more are refused with 429", GATEWAY)
 
     # processes and links
     config: str | None = setting(None, "YAML file of settings: flag names without --, and their values")
     tokenizers: int = setting(1, "tokenizer processes")
+    data_parallel_size: int = setting(1, "worker processes under the engine, each with a copy of the model")
+    max_restarts: int = setting(10, "restarts of one process within --restart-window; its next end ends the server")
+    restart_window: float = setting(300.0, "seconds over which restarts are counted")
+    stuck_timeout: float = setting(
+        30.0, "seconds without a turn of its loop after which a process is ended and started again; 0: never", *SERVICES
+    )
     run_dir: str | None = setting(None, "private folder for sockets (default: a new one under XDG_RUNTIME_DIR or /tmp)")
     tokenizer_endpoint: list[str] = setting(
         [], "where tokenizers listen; a DNS name stands for all its addresses", GATEWAY
@@ -137,6 +149,11 @@ class Settings:
     name: str | None = setting(
         None, "name of this process among its kind (default: host name and process id)", *SERVICES
     )
+    resume_window: float = setting(
+        30.0,
+        "seconds for which a client may come back for a request that it sent with Last-Event-ID; at least --lease-s",
+        TOKENIZER,
+    )
     lease_s: float = setting(20.0, "how long an output is kept that nobody renews", GATEWAY, TOKENIZER, ENGINE)
     beat_s: float = setting(1.0, "time between two signs of life on a link", *SERVICES)
 
@@ -147,13 +164,15 @@ class Settings:
     log_format: str = setting("console", "console or json", *SERVICES, choices=("console", "json"))
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "steps_in_flight", "tokenizers", "max_num_partial_prefills"):
+        for name in ("block_size", "steps_in_flight", "tokenizers", "data_parallel_size", "max_num_partial_prefills"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        if any(not key or key != key.strip() for key in self.api_key):
+            raise ValueError("--api-key must not be empty, nor begin or end with white space")
         if self.kv_cache_dtype == "fp8_e5m2":
             raise ValueError(
                 "--kv-cache-dtype fp8_e5m2 is not supported: two bits of mantissa cost more accuracy than its range "
@@ -163,6 +182,11 @@ class Settings:
             raise ValueError(
                 f"--kv-cache-dtype {self.kv_cache_dtype} is not supported; there are {', '.join(KV_CACHE_DTYPES)}"
             )
+        for name in ("max_restarts", "restart_window", "resume_window"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name)}")
+        if self.stuck_timeout and not 5.0 <= self.stuck_timeout < math.inf:
+            raise ValueError(f"--stuck-timeout must be 0 (never) or at least 5, got {self.stuck_timeout}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
         if self.target_itl_ms is not None and not 0.0 <= self.target_itl_ms < math.inf:

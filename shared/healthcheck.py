@@ -1,20 +1,29 @@
 """``python -m shared.healthcheck``: exit 0 when this container's service is alive, 1 and a line of words when not.
 
 Two kinds of proof. ``--http URL``: the URL answers with a 2xx status within the time limit. Otherwise: the heartbeat
-file that the service's loop renews (``shared.lifecycle.Heartbeat``) is no older than ``--max-age`` seconds.
+file that the service's loop renews (``shared.heartbeat``) is no older than ``--max-age`` seconds.
+
+``--kill-after S`` makes it a watchdog as well, for containers, which are started again when they end and not when they
+are unhealthy: a service whose heartbeat file is older than S seconds gets SIGKILL. A service that is merely wedged ends
+itself sooner; this is for one that cannot, because it is stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import pathlib
+import signal
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-from shared.lifecycle import HEARTBEAT_VARIABLE
+from shared.heartbeat import HEARTBEAT_VARIABLE
+
+SECOND_LOOK_S = 2.5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", default=os.environ.get(HEARTBEAT_VARIABLE), help="heartbeat file")
     parser.add_argument("--max-age", type=float, default=15.0, help="oldest heartbeat that counts, in seconds")
     parser.add_argument("--timeout", type=float, default=3.0, help="time limit of --http, in seconds")
+    parser.add_argument(
+        "--kill-after", type=float, default=math.inf, metavar="S", help="end a service whose heartbeat is older"
+    )
     options = parser.parse_args(argv)
     problem = _ask(options.http, options.timeout) if options.http else _read(options.file, options.max_age)
+    if problem and options.file and _kill_stopped(options.file, options.kill_after):
+        problem += "; it was killed, to be started again"
     if problem:
         print(problem, file=sys.stderr)
     return 1 if problem else 0
@@ -38,6 +52,22 @@ def _ask(url: str, timeout_s: float) -> str | None:
             return None
     except (OSError, urllib.error.HTTPError) as error:
         return f"{url}: {error}"
+
+
+def _kill_stopped(path: str, limit_s: float) -> bool:
+    """SIGKILL to the process whose id is in a heartbeat file that is too old and stays so; whether it was sent."""
+    try:
+        before = os.stat(path).st_mtime
+        if time.time() - before <= limit_s:
+            return False
+        # A machine that was suspended, or whose clock was set: its processes beat again within a second.
+        time.sleep(SECOND_LOOK_S)
+        if os.stat(path).st_mtime != before:
+            return False
+        os.kill(int(pathlib.Path(path).read_text(encoding="ascii")), signal.SIGKILL)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _read(path: str | None, max_age_s: float) -> str | None:

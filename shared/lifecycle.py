@@ -1,4 +1,4 @@
-"""How a process begins and ends: exit codes, signals, the watch on the launcher, the heartbeat for health checks."""
+"""How a process begins and ends: exit codes, signals, the watch on the launcher, the watchdog on its own loop."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from shared.config import Settings, parse_settings
 from shared.errors import StartupError
+from shared.heartbeat import Watchdog
 from shared.logging import setup_logging
 
 EXIT_OK = 0
@@ -30,7 +31,6 @@ EXIT_CONFIG = 78
 """``StartupError``: it cannot work as configured, and starting again would not help (``EX_CONFIG``)."""
 
 PARENT_VARIABLE = "HEADRACE_PARENT_PID"
-HEARTBEAT_VARIABLE = "HEADRACE_HEARTBEAT_FILE"
 FAILURE_VARIABLE = "HEADRACE_FAILURE_FILE"
 """Names a file that gets the words of a ``StartupError``, for a launcher that shows them elsewhere than in the log."""
 
@@ -43,13 +43,15 @@ def run_service(service: str, main: Callable[[Settings], int | None], descriptio
 
     ``main`` returns its exit code (None: ``EXIT_OK``). A ``StartupError`` is logged as its words and becomes
     ``EXIT_CONFIG``; any other exception is logged with its traceback and becomes ``EXIT_FAILURE``. A SIGTERM or SIGINT
-    that comes before ``main`` has called ``install_signal_handlers`` ends the process with ``EXIT_OK``.
+    that comes before ``main`` has called ``install_signal_handlers`` ends the process with ``EXIT_OK``. A loop that
+    stands still (``shared.heartbeat``) ends it with ``EXIT_STUCK``.
     """
     settings = parse_settings(service, sys.argv[1:], description=description)
     log = setup_logging(service, settings.log_level, settings.log_format)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _leave)
     watch_parent()
+    Watchdog(settings.stuck_timeout).start()
     try:
         code = main(settings)
     except StartupError as error:
@@ -100,29 +102,6 @@ def watch_parent() -> None:
         os._exit(EXIT_FAILURE)
     if not watched:
         threading.Thread(target=_poll_parent, args=(parent,), name="watch-parent", daemon=True).start()
-
-
-class Heartbeat:
-    """The sign of life that ``python -m shared.healthcheck`` reads: a file whose time of change is renewed.
-
-    A service's own loop calls ``beat`` at every turn, never a helper thread, so that a fresh file says that the loop
-    turns. Without ``HEADRACE_HEARTBEAT_FILE`` nothing is written.
-    """
-
-    def __init__(self, path: str | None = None, *, every_s: float = 1.0) -> None:
-        self._path = path or os.environ.get(HEARTBEAT_VARIABLE)
-        self._every_s = every_s
-        self._next = 0.0
-
-    def beat(self) -> None:
-        """Renew the file if ``every_s`` seconds have passed since the last time. Costs a clock reading otherwise."""
-        if self._path is None:
-            return
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + self._every_s
-            with contextlib.suppress(OSError):
-                pathlib.Path(self._path).touch()
 
 
 def _note_failure(words: str) -> None:

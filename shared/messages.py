@@ -49,6 +49,7 @@ __all__ = [
     "Attempt",
     "Detokenize",
     "Detokenized",
+    "Dismissed",
     "End",
     "Epoch",
     "ErrorInfo",
@@ -243,6 +244,8 @@ class Load:
     """0 to 1."""
     metrics: list[tuple[str, dict[str, str], float]] = dataclasses.field(default_factory=list)
     """(scraped sample name, extra labels, value): counters and histogram samples as they are exposed."""
+    stalled_s: float = 0.0
+    """An engine: seconds in which no step was settled although a ready worker had work; 0 when idle."""
 
 
 # -- calls that are not requests (gateway to tokenizer; lost ones are asked again) -----------------------
@@ -300,6 +303,8 @@ class Hello:
     """Why the sender will not work with the receiver, in words; None: it will."""
     status: str = ""
     """What it is doing, in words, while not ready."""
+    leaving: bool = False
+    """A worker: it was asked to stop and does so once dismissed."""
 
 
 @message(33)
@@ -390,6 +395,13 @@ class WorkerFailed:
     reason: str
 
 
+@message(38)
+class Dismissed:
+    """Engine to a leaving worker: nothing is left to compute in this epoch; end."""
+
+    epoch: Epoch
+
+
 Message: TypeAlias = (
     Submit
     | Ack
@@ -408,6 +420,7 @@ Message: TypeAlias = (
     | Step
     | StepResult
     | WorkerFailed
+    | Dismissed
     | Tokenize
     | Tokenized
     | Detokenize

@@ -20,6 +20,7 @@ import atexit
 import dataclasses
 import os
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -55,6 +56,8 @@ RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
 MAX_IDENTITY_BYTES = 255
 PUMP_BATCH = 256
 """Messages that a pump hands on before it lets the event loop run."""
+PUMP_S = 0.02
+"""Seconds after which it does so anyway: a message may hold rows for a thousand streams."""
 
 OnMalformed: TypeAlias = Callable[[str, ProtocolError], None]
 
@@ -341,7 +344,7 @@ class Pump:
 
     ZeroMQ's descriptor is edge-triggered: it signals that the socket's state *changed*, and any call on the socket,
     a send included, may swallow that signal. So after each signal and after each send the state itself is read, until
-    nothing is left. A batch is bounded, so that a flood does not starve the loop.
+    nothing is left. A batch is bounded, in number and time, so that a flood does not starve the loop.
     """
 
     def __init__(self, link: Link, on_message: Callable[[Received], None]) -> None:
@@ -376,6 +379,7 @@ class Pump:
         self._drain()
 
     def _drain(self) -> None:
+        end = time.monotonic() + PUMP_S
         for _ in range(PUMP_BATCH):
             if self._loop is None or not self._link.readable:
                 return
@@ -387,6 +391,8 @@ class Pump:
             except BaseException:
                 self._schedule()  # the loop reports the error; the messages behind it must not wait for a signal
                 raise
+            if time.monotonic() >= end:
+                break
         self._schedule()
 
 

@@ -14,8 +14,9 @@ import time
 
 from shared.config import Settings
 from shared.errors import StartupError
+from shared.heartbeat import Heartbeat
 from shared.hop import Relay, RunningClock, Timers
-from shared.lifecycle import Heartbeat, install_signal_handlers
+from shared.lifecycle import install_signal_handlers
 from shared.links import DEFAULT_ENGINE_ENDPOINT, DEFAULT_TOKENIZER_ENDPOINT, curve_keys_of, process_name
 from shared.logging import get_logger
 from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Load, Message, ModelCard
@@ -60,7 +61,7 @@ class TokenizerService:
         self._gateways: dict[str, float] = {}
         """Peer: when it last said Hello."""
         self._clock = RunningClock(time.monotonic)
-        self._timers = Timers(settings.beat_s, settings.lease_s)
+        self._timers = Timers(settings.beat_s, max(settings.lease_s, settings.resume_window))
         self._stopping = asyncio.Event()
         self._flushing = False
         self._was_ready = False

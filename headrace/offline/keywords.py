@@ -22,7 +22,6 @@ _ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_local_media_path": ("",),
     "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
     "distributed_executor_backend": (None,),
     "download_dir": (None,),
     "enable_lora": (False,),

@@ -27,7 +27,7 @@ from headrace.offline.prompts import Prompt, text_spec, token_spec
 from headrace.offline.streams import Mailbox
 from headrace.run_dir import RunDir
 from headrace.sampling_params import SamplingParams
-from headrace.supervisor import Program, Supervisor
+from headrace.supervisor import Program, RestartPolicy, Supervisor
 from shared import sampling
 from shared.config import ENGINE, TOKENIZER, WORKER, Settings
 from shared.errors import ErrorCode, RequestError, StartupError
@@ -77,7 +77,7 @@ class Session:
         self._run_dir = RunDir(settings.run_dir)
         try:
             services = (TOKENIZER, ENGINE, WORKER) if with_tokenizer else (ENGINE, WORKER)
-            to_run = programs(settings, source, self._run_dir.ipc, services)
+            to_run = programs(settings, source, self._run_dir, services)
             endpoint = self._run_dir.ipc("tokenizer-0" if with_tokenizer else "engine")
             self._loop = uvloop.new_event_loop()
             self._thread = threading.Thread(
@@ -154,10 +154,8 @@ class Session:
             return self._mailboxes.setdefault(loop, Mailbox(loop))
 
     def pids(self) -> dict[str, int]:
-        """Process ids of what runs, by the name of the service."""
-        supervisor = self._supervisor
-        found = {name: supervisor.pid(name) if supervisor else None for name in (TOKENIZER, ENGINE, WORKER)}
-        return {name: pid for name, pid in found.items() if pid is not None}
+        """Process ids of what runs, by the name of the program."""
+        return self._supervisor.pids() if self._supervisor else {}
 
     def close(self) -> None:
         """End jobs and processes, in order. In a forked child of the caller, nothing."""
@@ -214,7 +212,9 @@ class Session:
                 self._ready.set_exception(StartupError(self._death or "closed"))
 
     async def _serve(self, to_run: Sequence[Program], endpoint: str) -> None:
-        self._supervisor = Supervisor([self._telling(program) for program in to_run], log=self._log)
+        self._supervisor = Supervisor(
+            [self._telling(program) for program in to_run], RestartPolicy.of(self.settings), log=self._log
+        )
         self.link = EngineLink(self.settings, endpoint, self._on_ready)
         self.link.start()
         if self._stopping:
@@ -263,7 +263,8 @@ class Session:
         """Why the processes have ended."""
         if self._stopping or self._supervisor is None:
             return CLOSED
-        for name in (TOKENIZER, ENGINE, WORKER):
-            with contextlib.suppress(OSError):
-                return f"{name}: {self._last_words(name).read_text(encoding='utf-8')}"
+        for service in (TOKENIZER, ENGINE, WORKER):
+            for path in self._run_dir.path.glob(f"{service}*.failure"):
+                with contextlib.suppress(OSError):
+                    return f"{service}: {path.read_text(encoding='utf-8')}"
         return self._supervisor.failure or "the processes have ended"

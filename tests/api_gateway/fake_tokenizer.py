@@ -143,8 +143,8 @@ class FakeTokenizer:
     def replaced(self, old: Log, new: Log) -> None:
         self._restore(new)
         wanted = self._running.pop(old, None)
-        if wanted is not None and new.end is None:
-            self._running[new] = wanted
+        if new.end is None and (wanted is not None or old.end is not None):
+            self._running[new] = wanted or len(old.ids)
 
     def _restore(self, log: Log) -> None:
         """The texts of ids that it was given."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -39,12 +40,17 @@ async def launch(tmp_path: Path) -> AsyncIterator[Any]:
     started: list[Process] = []
     readers: list[asyncio.Task[None]] = []
 
-    async def start(*flags: str) -> Process:
+    async def start(*flags: str, files: int | None = None) -> Process:
+        def limit_files() -> None:
+            if files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "api_gateway", f"--tokenizer-endpoint=ipc://{tmp_path}/t", "--beat-s=0.2"),
             *flags,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
+            preexec_fn=limit_files,
         )
         made = Process(process)
         started.append(made)
@@ -132,3 +138,47 @@ async def test_a_port_in_use_is_said_at_once(launch: Any) -> None:
         assert await asyncio.wait_for(served.process.wait(), 20) not in (0, None)
         await until(lambda: "in use" in served.log.lower())
         assert str(port) in served.log
+
+
+async def test_few_open_files_mean_refusals_and_no_failures(launch: Any, tokenizer: FakeTokenizer) -> None:
+    port = free_port()
+    served = await launch(f"--port={port}", files=160)
+    url = f"http://127.0.0.1:{port}"
+    await until(lambda: "curl" in served.log, 20)
+    assert "the limit of open files is low" in served.log
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+
+        async def ask() -> tuple[int, str | None]:
+            async with http.post(url + "/v1/completions", json={"prompt": "hold", "stream": True}) as answer:
+                if answer.status == 200:
+                    streaming.append(answer)
+                    await leave.wait()
+                return answer.status, answer.headers.get("Retry-After")
+
+        streaming: list[Any] = []
+        leave = asyncio.Event()
+        asking = [asyncio.create_task(ask()) for _ in range(130)]
+        await until(lambda: len(streaming) == 96 and sum(task.done() for task in asking) == 34, 20)
+        for path in ("/health", "/ready"):
+            async with http.get(url + path) as answer:
+                assert answer.status == 200
+        leave.set()
+        answers = await asyncio.gather(*asking)
+        assert answers.count((200, None)) == 96
+        assert answers.count((429, "1")) == 34
+        await until(lambda: tokenizer.running == 0)
+        idle = await asyncio.gather(
+            *(asyncio.open_connection("127.0.0.1", port) for _ in range(300)), return_exceptions=True
+        )
+        for connection in idle:
+            if isinstance(connection, tuple):
+                connection[1].transport.abort()
+        async with asyncio.timeout(20):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with http.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 1}) as answer:
+                        assert answer.status == 200
+                        break
+                await asyncio.sleep(0.05)
+    assert served.process.returncode is None
+    assert "Traceback" not in served.log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -21,6 +22,7 @@ from shared.messages import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     Attempt,
+    Dismissed,
     Hello,
     Init,
     Load,
@@ -117,6 +119,7 @@ class WorkerThread:
         self.num_blocks = num_blocks
         self.error = error
         self.deaf = False
+        self.leaving = self.dismissed = False
         self.failures = 0
         """Steps in which it will fail."""
         self.errands: deque[Callable[[], Any]] = deque()
@@ -137,6 +140,14 @@ class WorkerThread:
         self.kill()
         assert self.broken is None, self.broken
 
+    def leave(self) -> None:
+        """Say that it was asked to stop."""
+        self.leaving = True
+        self.errands.append(lambda: self.steps.send(self._hello()))
+
+    def _hello(self) -> Hello:
+        return dataclasses.replace(hello("gpu_worker", self._name), leaving=self.leaving)
+
     def kill(self) -> None:
         """Close the sockets, as the end of a process does."""
         self._stop.set()
@@ -148,7 +159,7 @@ class WorkerThread:
         beat = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
-            if now - beat > BEAT_S and self.steps.send(hello("gpu_worker", self._name)):
+            if now - beat > BEAT_S and self.steps.send(self._hello()):
                 self.results.send(hello("gpu_worker", self._name))
                 beat = now
             while self.errands:
@@ -170,6 +181,8 @@ class WorkerThread:
                 config = message.config
                 self._worker = SimulatedWorker(self.num_blocks, config.block_size, config.num_slots)
             self.steps.send(Ready(message.epoch, self.num_blocks, 4096, "cpu", "bfloat16", self.error))
+        elif isinstance(message, Dismissed):
+            self.dismissed = self.dismissed or [message.epoch] == self.epochs[-1:]
         elif isinstance(message, Step) and [message.epoch] == self.epochs[-1:] and not self.deaf:
             if self._worker is None:
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -180,9 +181,11 @@ def make_config(**options: Any) -> CoreConfig:
 
 
 class Simulation:
-    """One engine core and one worker that executes each step as late as the window allows."""
+    """One engine core and workers, at first one, that execute each step as late as the window allows."""
 
-    def __init__(self, num_blocks: int = 64, core: type[EngineCore] = EngineCore, **options: Any) -> None:
+    def __init__(
+        self, num_blocks: int = 64, core: type[EngineCore] = EngineCore, num_workers: int = 1, **options: Any
+    ) -> None:
         self.config = make_config(**options)
         self.num_blocks = num_blocks
         self.now = 0.0
@@ -192,21 +195,41 @@ class Simulation:
         self.requests: list[Request] = []
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.logprobs: dict[tuple[str, int], list[bytes]] = {}
-        self.sent: deque[Step] = deque()
+        self.workers: dict[Replica, SimulatedWorker] = {}
+        self.in_flight: dict[Replica, deque[Step]] = {}
         self.num_epochs = 0
-        self.restart_worker()
+        for _ in range(num_workers):
+            self.start_worker()
 
     @property
     def replica(self) -> Replica:
+        """The only replica, or the one that joined first."""
         return self.core.replicas[0]
 
-    def restart_worker(self) -> None:
-        if self.core.replicas:
-            self.core.end_epoch(self.replica)
-        self.sent.clear()
+    @property
+    def worker(self) -> SimulatedWorker:
+        return self.workers[self.replica]
+
+    @property
+    def sent(self) -> deque[Step]:
+        """Steps of the first replica that it has not computed."""
+        return self.in_flight[self.replica]
+
+    def start_worker(self) -> Replica:
         self.num_epochs += 1
-        self.worker = SimulatedWorker(self.num_blocks, self.config.block_size, self.config.num_slots)
-        assert not self.core.begin_epoch("w0", Epoch(1, self.num_epochs), self.num_blocks)
+        assert not self.core.begin_epoch(f"w{self.num_epochs}", Epoch(1, self.num_epochs), self.num_blocks)
+        replica = self.core.replicas[-1]
+        self.workers[replica] = SimulatedWorker(self.num_blocks, self.config.block_size, self.config.num_slots)
+        self.in_flight[replica] = deque()
+        return replica
+
+    def kill_worker(self, replica: Replica) -> None:
+        self.core.end_epoch(replica)
+        del self.workers[replica], self.in_flight[replica]
+
+    def restart_worker(self) -> None:
+        self.kill_worker(self.replica)
+        self.start_worker()
 
     def submit(
         self, prompt: list[int], rid: str | None = None, salt: str = "", priority: int = 0, **params: Any
@@ -231,15 +254,17 @@ class Simulation:
             self.logprobs[sequence.request.rid, sequence.choice] = []
         return request
 
-    def plan(self) -> Step | None:
-        step = self.core.plan(self.replica)
+    def plan(self, replica: Replica | None = None) -> Step | None:
+        replica = replica or self.replica
+        step = self.core.plan(replica)
         if step is not None:
-            self.sent.append(step)
+            self.in_flight[replica].append(step)
             self.steps.append(step)
         return step
 
-    def settle(self) -> None:
-        settled = self.core.settle(self.replica, self.worker.execute(self.sent.popleft()))
+    def settle(self, replica: Replica | None = None) -> None:
+        replica = replica or self.replica
+        settled = self.core.settle(replica, self.workers[replica].execute(self.in_flight[replica].popleft()))
         for sequence, token, row in zip(settled.sequences, settled.tokens, settled.rows.tolist(), strict=True):
             output = self.outputs[sequence.request.rid, sequence.choice]
             assert row == [sequence.handle, sequence.choice, len(output), 1]
@@ -248,22 +273,31 @@ class Simulation:
             sequence = settled.sequences[index]
             self.logprobs[sequence.request.rid, sequence.choice].append(record)
 
-    def tick(self) -> bool:
-        """Fill the window, then settle one step. Returns whether anything was in flight."""
+    def tick(self, advances: Callable[[Replica], bool] = lambda replica: True) -> bool:
+        """Fill each window, then settle one step of each replica that advances, and let go who is leaving and done.
+
+        Returns:
+            Whether anything was in flight.
+        """
         self.now += 1.0
-        while self.plan() is not None:
-            pass
-        if self.sent:
-            self.settle()
-            return True
-        return False
+        for replica in self.core.replicas:
+            while self.plan(replica) is not None:
+                pass
+        busy = [replica for replica in self.core.replicas if self.in_flight[replica]]
+        for replica in busy:
+            if advances(replica):
+                self.settle(replica)
+        for replica in list(self.core.replicas):
+            if replica.leaving and replica.is_idle:
+                self.kill_worker(replica)
+        return bool(busy)
 
     def run(self, most: int = 20_000) -> None:
         for _ in range(most):
             if not self.tick():
                 break
         assert not self.core.waiting, "requests wait, but nothing is planned"
-        assert not self.sent, f"not done after {most} steps"
+        assert not any(self.in_flight.values()), f"not done after {most} steps"
 
     def live(self) -> list[Sequence]:
         return [s for request in self.requests for s in request.sequences if s.finish_reason is None]
@@ -292,9 +326,10 @@ class Simulation:
 
     def check_empty(self) -> None:
         """Every block and slot is back."""
-        self.replica.check()
-        assert self.replica.kv.pool.num_free == self.num_blocks - 1
-        assert self.replica.slots.num_free == self.config.num_slots
-        assert self.replica.num_draining_preemptions == 0
-        assert not self.replica.prefilling
+        for replica in self.core.replicas:
+            replica.check()
+            assert replica.kv.pool.num_free == self.num_blocks - 1
+            assert replica.slots.num_free == self.config.num_slots
+            assert replica.num_draining_preemptions == 0
+            assert not replica.prefilling
         assert not self.core.stops.may_stop.any()

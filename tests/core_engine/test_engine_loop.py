@@ -270,3 +270,73 @@ def test_a_request_that_is_submitted_again_goes_on(tmp_path: Path) -> None:
             check(request)
         assert len(worker.executed) < 170
         check_at_rest(engine)
+
+
+def test_a_worker_that_leaves(tmp_path: Path) -> None:
+    """It finishes what runs there and is dismissed; what waits goes to the other one, and nothing is moved."""
+    running = RunningEngine(tmp_path, max_num_seqs=2)
+    with (
+        running as engine,
+        WorkerThread(running.workers, name="a") as leaving,
+        WorkerThread(running.workers, name="b") as staying,
+        FrontEnd(running.front) as front,
+    ):
+        front.wait(lambda: len(engine.core.replicas) == 2)
+        front.wait_ready()
+        for index in range(10):
+            front.submit(prompt(8, index), max_tokens=60, ignore_eos=True)
+        front.wait(lambda: len(leaving.executed) > 3)
+        leaving.leave()
+        front.wait(lambda: leaving.dismissed)
+        assert {init.rid for step in leaving.executed for init in step.new} != set(front.all)
+        assert front.hello is not None
+        assert front.hello.ready
+        front.wait_over()
+        for request in front.all.values():
+            check(request)
+        first = [init.rid for worker in (leaving, staying) for step in worker.executed for init in step.new]
+        assert sorted(first) == sorted(front.all), "a request was moved"
+        check_at_rest(engine)
+        front.wait(lambda: front.metric("headrace:replica_steps_total", replica="a") is None)
+        front.wait(lambda: front.metric("headrace:replica_steps_total", replica="b") == len(staying.executed))
+    assert len(leaving.epochs) == 1
+
+
+def test_the_last_worker_leaves_and_another_comes(tmp_path: Path) -> None:
+    """The engine is not ready in between; a worker that leaves without work is dismissed at once."""
+    running = RunningEngine(tmp_path, max_num_seqs=2)
+    with running as engine, FrontEnd(running.front) as front:
+        with WorkerThread(running.workers, name="a") as leaving:
+            front.wait_ready()
+            for index in range(4):
+                front.submit(prompt(8, index), max_tokens=40, ignore_eos=True)
+            front.wait(lambda: len(leaving.executed) > 3)
+            leaving.leave()
+            front.wait(lambda: front.hello is not None and not front.hello.ready)
+            front.wait(lambda: leaving.dismissed)
+            assert sum(request.over for request in front.all.values()) == 2
+        until(lambda: not engine.workers.workers)
+        with WorkerThread(running.workers, name="a") as coming:
+            front.wait_over()
+            coming.leave()
+            front.wait(lambda: coming.dismissed)
+        for request in front.all.values():
+            check(request)
+        assert not engine.core.replicas
+
+
+def test_a_leaving_worker_dies(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path)
+    with running as engine, FrontEnd(running.front) as front:
+        with WorkerThread(running.workers, name="a") as leaving:
+            front.wait_ready()
+            for index in range(4):
+                front.submit(prompt(8, index), max_tokens=200, ignore_eos=True)
+            front.wait(lambda: len(leaving.executed) > 3)
+            leaving.leave()
+            front.wait(lambda: engine.core.replicas[0].leaving)
+        with WorkerThread(running.workers, name="b"):
+            front.wait_over()
+            for request in front.all.values():
+                check(request)
+            check_at_rest(engine)

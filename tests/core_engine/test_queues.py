@@ -26,6 +26,7 @@ def test_first_come_first_served() -> None:
     for each in (second, fourth, first, third):
         queue.push(each)
     assert list(queue) == [first, second, third, fourth]
+    assert queue.num_prompt_tokens == 12
     queue.remove(first)
     queue.remove(third)
     assert len(queue) == 2
@@ -36,6 +37,7 @@ def test_first_come_first_served() -> None:
     for each in (first, second, fourth):
         queue.remove(each)
     assert not queue
+    assert queue.num_prompt_tokens == 0
 
 
 def test_step_log(tmp_path: Path) -> None:

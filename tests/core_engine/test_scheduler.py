@@ -256,6 +256,28 @@ def test_the_waiting_queue_is_bounded() -> None:
     simulation.check_outputs()
 
 
+def test_waiting_prompt_tokens_are_bounded() -> None:
+    simulation = Simulation(max_num_queued_tokens=20)
+    simulation.submit(prompt(25))
+    for length, n in ((1, 1), (10, 2)):
+        with pytest.raises(RequestError, match="25 prompt tokens are waiting and at most 20 may") as refused:
+            simulation.submit(prompt(length), n=n)
+        assert refused.value.code is ErrorCode.OVERLOADED
+    simulation.run()
+    simulation.submit(prompt(5), n=2)
+    with pytest.raises(RequestError, match="10 prompt tokens are waiting"):
+        simulation.submit(prompt(6), n=2)
+    simulation.submit(prompt(5), n=2)
+    simulation.run()
+    simulation.check_outputs()
+    samples = {
+        labels["reason"]: value
+        for name, labels, value in simulation.core.metrics.samples(simulation.core.replicas, 0)
+        if name == "vllm:admission_rejections_total"
+    }
+    assert samples == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 3}
+
+
 def test_slots_bound_the_running_sequences() -> None:
     simulation = Simulation(max_num_seqs=2)
     for first in range(5):

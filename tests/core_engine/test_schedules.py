@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -37,8 +38,21 @@ options = st.fixed_dictionaries(
 )
 
 
-def drive(simulation: Simulation, seed: int, *, num_requests: int = 24, restarts: bool = True) -> None:
-    """Submit, abort and restart at random until all is done, checking the invariants all along."""
+def drive(
+    simulation: Simulation,
+    seed: int,
+    *,
+    num_requests: int = 24,
+    restarts: bool = True,
+    scale: Callable[[Simulation, random.Random, int], None] = lambda simulation, rng, tick: None,
+    lag: float = 0.0,
+) -> None:
+    """Submit, abort and restart at random until all is done, checking the invariants all along.
+
+    Args:
+        scale: lets workers join and go, at each tick.
+        lag: chance of a worker not to get on in a tick.
+    """
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCAB) for _ in range(rng.choice([0, 4, 8, 13]))] for _ in range(4)]
     arrival = rng.choice([0.3, 1.0])
@@ -72,8 +86,10 @@ def drive(simulation: Simulation, seed: int, *, num_requests: int = 24, restarts
                 simulation.core.rest(sequence, False)
         if tick in restart_at:
             simulation.restart_worker()
-        busy = simulation.tick()
-        simulation.replica.check()
+        scale(simulation, rng, tick)
+        busy = simulation.tick(lambda replica: lag == 0.0 or rng.random() >= lag)
+        for replica in simulation.core.replicas:
+            replica.check()
         if not busy and submitted == num_requests and not live:
             break
     assert not simulation.live()

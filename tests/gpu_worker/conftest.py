@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +17,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[ScriptedEngine]:
+    """With a worker of its own."""
+    made = ScriptedEngine(tmp_path)
+    yield made
+    made.close()

@@ -6,108 +6,18 @@ import dataclasses
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
-import pytest
-from runner_harness import make_step, reference_greedy, slot_init, worker_config
+from runner_harness import reference_greedy, worker_config
+from scripted_engine import PROMPT, ROOT, ScriptedEngine
 from tiny_models import TinyModels
 
-from shared.messages import Epoch, Hello, Init, Ready, StepResult, WorkerConfig, WorkerFailed
-from shared.model_source import resolve_model
-from shared.transport import Listener, Poller, new_boot
-
-ROOT = Path(__file__).parents[2]
-PROMPT = [7, 30, 200, 14, 90, 11]
-M = TypeVar("M")
-
-
-class Engine:
-    """Binds the worker endpoint and plays the engine's part."""
-
-    def __init__(self, folder: Path) -> None:
-        self.link = Listener(f"ipc://{folder}/w", boot=new_boot())
-        self.boot = new_boot()
-        self.poller = Poller()
-        self.poller.register(self.link)
-        self.inbox: list[tuple[str, Any]] = []
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gpu_worker", f"--worker-endpoint={self.link.endpoint}", "--name=w",
-             "--threads=1", "--device=cpu", "--beat-s=0.2"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-    def close(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        try:
-            return self.process.wait(10)
-        finally:
-            self.process.kill()
-            self.link.close()
-
-    def expect(self, kind: type[M], when: Callable[[M], bool] = lambda _: True, seconds: float = 60) -> tuple[str, M]:
-        """The next message of this kind and who sent it; others stay in the inbox."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            for index, (peer, message) in enumerate(self.inbox):
-                if isinstance(message, kind) and when(message):
-                    del self.inbox[index]
-                    return peer, message
-            self.poller.poll(0.05)
-            while (received := self.link.receive()) is not None:
-                self.inbox.append((received.peer, received.message))
-        raise AssertionError(f"no {kind.__name__} within {seconds} s; got {self.inbox}")
-
-    def begin(self, counter: int, config: WorkerConfig) -> Ready:
-        """Init until Ready."""
-        epoch = Epoch(self.boot, counter)
-        self.expect(Hello)
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            self.link.send("w/steps", Init(epoch, config))
-            try:
-                peer, ready = self.expect(Ready, lambda r: r.epoch == epoch, seconds=0.5)
-            except AssertionError:
-                continue
-            assert peer == "w/steps"
-            return ready
-        raise AssertionError("never ready")
-
-    def send(self, number: int, counter: int, **parts: Any) -> None:
-        assert self.link.send("w/steps", make_step(number, Epoch(self.boot, counter), **parts))
-
-    def start_request(self, counter: int, number: int = 1) -> None:
-        self.send(
-            number,
-            counter,
-            new=[slot_init(0, PROMPT)],
-            new_tokens=PROMPT,
-            prefill=[(0, 0, len(PROMPT))],
-            sample=[(0, 0)],
-            blocks=[(0, 1), (0, 2), (0, 3)],
-        )
-
-    def result(self, number: int, counter: int) -> list[int]:
-        peer, result = self.expect(StepResult, lambda r: r.epoch == Epoch(self.boot, counter))
-        assert peer == "w/results"
-        assert result.number == number
-        assert result.compute_s > 0
-        return [int(token) for token in result.tokens]
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    made = Engine(tmp_path)
-    yield made
-    made.close()
+from shared.messages import Hello, StepResult, WorkerFailed
 
 
 def test_serves_an_epoch_with_two_steps_in_flight_and_survives_a_new_one(
-    engine: Engine, tiny_models: TinyModels
+    engine: ScriptedEngine, tiny_models: TinyModels
 ) -> None:
     folder = tiny_models.folder("llama")
     config = worker_config(folder)
@@ -146,7 +56,7 @@ def test_serves_an_epoch_with_two_steps_in_flight_and_survives_a_new_one(
     assert engine.close() == 0
 
 
-def test_what_ends_an_epoch(engine: Engine, tiny_models: TinyModels) -> None:
+def test_what_ends_an_epoch(engine: ScriptedEngine, tiny_models: TinyModels) -> None:
     config = worker_config(tiny_models.folder("llama"))
     engine.begin(1, config)
     engine.start_request(1)
@@ -179,7 +89,7 @@ def test_what_ends_an_epoch(engine: Engine, tiny_models: TinyModels) -> None:
 
 
 def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_worker(
-    engine: Engine, tiny_models: TinyModels, tmp_path: Path
+    engine: ScriptedEngine, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     source = tiny_models.folder("llama")
     folder = tmp_path / "broken"
@@ -196,17 +106,6 @@ def test_a_model_that_cannot_be_loaded_is_reported_and_ends_the_worker(
     assert engine.process.wait(20) == 78
 
 
-def test_stops_in_the_middle_of_loading(engine: Engine) -> None:
-    engine.expect(Hello)
-    model = resolve_model("demo").path
-    loading = False
-    while not loading:
-        engine.link.send("w/steps", Init(Epoch(engine.boot, 1), worker_config(model, num_blocks_override=None)))
-        _, hello = engine.expect(Hello)
-        loading = hello.status.startswith("loading")
-    assert engine.close() == 0
-
-
 def test_needs_an_endpoint() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "HEADRACE_WORKER_ENDPOINT"}
     done = subprocess.run(
@@ -220,7 +119,7 @@ def test_needs_an_endpoint() -> None:
     assert "--worker-endpoint" in done.stderr
 
 
-def test_arrays_of_results_are_int32(engine: Engine, tiny_models: TinyModels) -> None:
+def test_arrays_of_results_are_int32(engine: ScriptedEngine, tiny_models: TinyModels) -> None:
     engine.begin(1, worker_config(tiny_models.folder("qwen3"), dtype="bfloat16"))
     engine.start_request(1)
     _, result = engine.expect(StepResult)

@@ -1,4 +1,4 @@
-"""Exit codes, signals, the watch on the parent, the heartbeat and the health check."""
+"""Exit codes, signals, the watch on the parent, the heartbeat, the watchdog and the health check."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from collections.abc import Iterator
 import pytest
 
 from shared import healthcheck
+from shared.heartbeat import EXIT_STUCK, HEARTBEAT_VARIABLE, Heartbeat
 from shared.lifecycle import (
     EXIT_CONFIG,
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_USAGE,
     FAILURE_VARIABLE,
-    HEARTBEAT_VARIABLE,
     PARENT_VARIABLE,
-    Heartbeat,
 )
 
 SERVICE = """
 import asyncio, sys, threading, time
 from shared.errors import StartupError
+from shared.heartbeat import Heartbeat, Watchdog
 from shared.lifecycle import install_signal_handlers, run_service
 
 def sync(settings):
@@ -55,6 +55,32 @@ def with_loop(settings):
 def early(settings):
     print("up", flush=True)
     time.sleep(60)
+
+def wedged(settings):
+    heartbeat = Heartbeat()
+    heartbeat.beat()
+    print("up", flush=True)
+    threading.Event().wait()
+
+def turning(settings):
+    Watchdog(1.0, every_s=0.1).start()
+    heartbeat = Heartbeat(every_s=0.1)
+    print("up", flush=True)
+    while True:
+        heartbeat.beat()
+        time.sleep(0.05)
+
+def computing(settings):
+    Watchdog(1.0, every_s=0.1).start()
+    heartbeat = Heartbeat()
+    heartbeat.beat()
+    with heartbeat.busy(limit_s=60):
+        print("up", flush=True)
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            pass
+    heartbeat.beat()
+    print("done", flush=True)
 
 def refuse(settings):
     raise StartupError("no such model: give another")
@@ -124,6 +150,68 @@ def test_words_of_a_start_that_fails_are_left_in_a_file(tmp_path: pathlib.Path) 
     with start("refuse", **{FAILURE_VARIABLE: str(words)}) as process:
         process.communicate(timeout=20)
     assert words.read_text() == "no such model: give another"
+
+
+def test_loop_that_stands_still_ends_its_process_and_says_where() -> None:
+    with start("wedged", "--stuck-timeout=5") as process:
+        wait_for(process, "up")
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == EXIT_STUCK
+    assert "the loop has stood still for" in errors
+    assert "in wedged" in errors
+
+
+def test_time_in_which_a_process_was_stopped_is_not_counted() -> None:
+    with start("turning") as process:
+        wait_for(process, "up")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.kill()
+
+
+def test_busy_is_not_stuck(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "beat"
+    with start("computing", **{HEARTBEAT_VARIABLE: str(file)}) as process:
+        wait_for(process, "up")
+        assert file.read_text() == str(process.pid)
+        oldest = 0.0
+        while process.poll() is None:
+            oldest = max(oldest, time.time() - file.stat().st_mtime)
+            time.sleep(0.1)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == EXIT_OK
+    assert output == "done\n"
+    assert oldest < 2.0
+
+
+def test_healthcheck_ends_a_stopped_service(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "beat"
+    with start("turning", **{HEARTBEAT_VARIABLE: str(file)}) as process:
+        wait_for(process, "up")
+        check = ["--file", str(file), "--max-age=0.5", "--kill-after=1"]
+        assert healthcheck.main(check) == 0
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        assert healthcheck.main(check) == 1
+        assert process.wait(20) == -signal.SIGKILL
+    assert "was killed" in capsys.readouterr().err
+
+
+def test_healthcheck_lets_one_live_that_beats_again(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "beat"
+    with start("turning", **{HEARTBEAT_VARIABLE: str(file)}) as process:
+        wait_for(process, "up")
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(1.5)
+        timer = threading.Timer(0.5, process.send_signal, (signal.SIGCONT,))
+        timer.start()
+        assert healthcheck.main(["--file", str(file), "--max-age=0.5", "--kill-after=1"]) == 1
+        timer.join()
+        assert process.poll() is None
+        process.kill()
 
 
 def test_child_of_another_parent_ends() -> None:

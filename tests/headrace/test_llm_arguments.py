@@ -237,6 +237,7 @@ def test_keywords_become_settings() -> None:
             "enable_prefix_caching": False,
             "kv_cache_memory_bytes": 4096,
             "tensor_parallel_size": 1,
+            "data_parallel_size": 2,
             "trust_remote_code": False,
             "swap_space": 0,
             "disable_log_stats": True,
@@ -248,6 +249,7 @@ def test_keywords_become_settings() -> None:
     )
     assert (settings.model, settings.dtype, settings.max_model_len) == ("x", "bfloat16", 128)
     assert (settings.enable_prefix_caching, settings.kv_cache_bytes, settings.served_model_name) == (False, 4096, ["y"])
+    assert settings.data_parallel_size == 2
     assert (settings.log_level, settings.override_generation_config) == ("warning", '{"top_p": 0.5}')
 
 
@@ -269,7 +271,14 @@ def test_unknown_keyword_is_a_type_error_with_the_nearest(keywords: dict[str, An
     [
         *[("tensor_parallel_size", 2), ("trust_remote_code", True), ("swap_space", 4), ("quantization", "awq")],
         *[("dtype", "int3"), ("max_model_len", 0), ("max_num_seqs", "8"), ("gpu_memory_utilization", 1.5)],
-        *[("enforce_eager", 1), ("port", 1), ("api_key", ["x"]), ("listen", "ipc:///x"), ("tokenizers", 2)],
+        *[
+            ("enforce_eager", 1),
+            ("port", 1),
+            ("api_key", ["x"]),
+            ("listen", "ipc:///x"),
+            ("tokenizers", 2),
+            ("data_parallel_size", 0),
+        ],
         *[("kv_cache_dtype", "fp8_e5m2"), ("cpu_offload_gb", 1), ("max_logprobs", 50)],
         ("speculative_config", {"a": 1}),
     ],

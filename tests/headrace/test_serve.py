@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from headrace.client import base_url, stream_chat, wait_until_ready
+from headrace.client import RequestFailed, base_url, stream_chat, wait_until_ready
 from headrace.launcher import claim_port
 from shared.config import ENGINE, GATEWAY, SERVICES, TOKENIZER, WORKER
-from shared.lifecycle import EXIT_CONFIG, EXIT_OK, EXIT_USAGE
+from shared.lifecycle import EXIT_CONFIG, EXIT_GAVE_UP, EXIT_OK, EXIT_USAGE
 
 QUESTION = {
     "model": "demo",
@@ -44,7 +44,8 @@ class Server:
         for pid in _children(self.process.pid):
             words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
             if words[1:3] == ["-P", "-m"]:
-                found[words[3]] = pid
+                name = next((word.removeprefix("--name=worker-") for word in words if word.startswith("--name=")), "0")
+                found[words[3] if name == "0" else f"{words[3]}/{name}"] = pid
         return found
 
     def family(self) -> list[int]:
@@ -125,9 +126,10 @@ def test_kill_9_of_the_launcher_leaves_no_orphan(start: Callable[..., Server]) -
     server = start()
     assert "Paris" in server.answer()
     family = server.family()
+    os.kill(server.services()[ENGINE], signal.SIGSTOP)
     server.process.kill()
     server.process.wait(60)
-    _until(lambda: not any(map(_alive, family)))
+    _until(lambda: not any(map(_alive, family)), limit_s=2)
 
 
 def test_a_killed_service_is_started_again(start: Callable[..., Server]) -> None:
@@ -141,6 +143,81 @@ def test_a_killed_service_is_started_again(start: Callable[..., Server]) -> None
         name: pid for name, pid in killed.items() if name != TOKENIZER
     }
     assert f"{TOKENIZER} was killed by SIGKILL; starting it again" in server.text()
+
+
+def test_replicas_share_the_work_and_are_started_again_alone(start: Callable[..., Server]) -> None:
+    server = start("--data-parallel-size=2")
+    assert "Paris" in server.answer()
+    before = server.services()
+    assert set(before) == {*SERVICES, f"{WORKER}/1"}
+    _until(lambda: server.text().count("is ready on cpu") == 2, 60)
+    os.kill(before[WORKER], signal.SIGKILL)
+    assert "Paris" in server.answer()
+    _until(lambda: server.services().get(WORKER) not in (None, before[WORKER]))
+    _until(lambda: server.text().count("is ready on cpu") == 3, 60)
+    assert {name: pid for name, pid in server.services().items() if name != WORKER} == {
+        name: pid for name, pid in before.items() if name != WORKER
+    }
+    assert f"{WORKER}/0 was killed by SIGKILL; starting it again" in server.text()
+    server.process.terminate()
+    assert server.process.wait(60) == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    "service", [WORKER, *(pytest.param(name, marks=pytest.mark.slow) for name in SERVICES if name != WORKER)]
+)
+def test_a_stopped_service_is_killed_and_started_again(start: Callable[..., Server], service: str) -> None:
+    server = start("--stuck-timeout=5")
+    assert "Paris" in server.answer()
+    before = server.services()
+    os.kill(before[service], signal.SIGSTOP)
+    _until(lambda: server.services().get(service) not in (None, before[service]))
+    assert "Paris" in server.answer()
+    assert {name for name, pid in server.services().items() if pid != before[name]} == {service}
+    assert f"{service} gave no sign of life for 5 s and was killed" in server.text()
+
+
+def test_running_request_is_answered_to_its_end_after_sigterm(start: Callable[..., Server]) -> None:
+    server = start("--data-parallel-size=2")
+    assert "Paris" in server.answer()
+    stream = stream_chat(server.url, QUESTION | {"max_tokens": 100, "ignore_eos": True})
+    next(stream)
+    server.process.terminate()
+    *_, last = stream
+    assert last.usage is not None
+    assert last.usage["completion_tokens"] == 100
+    assert server.process.wait(60) == EXIT_OK
+    text = server.text()
+    stops = [text.index(f"{name} stopped") for name in (GATEWAY, TOKENIZER, ENGINE, WORKER + "/0")]
+    assert stops == sorted(stops)
+
+
+def test_second_signal_ends_everything_now(start: Callable[..., Server]) -> None:
+    server = start()
+    assert "Paris" in server.answer()
+    family = server.family()
+    endless = QUESTION | {"max_tokens": 4000, "ignore_eos": True}
+    stream = stream_chat(server.url, endless)
+    next(stream)
+    server.process.terminate()
+    _until(lambda: "stopping (SIGTERM)" in server.text())
+    assert server.process.poll() is None
+    server.process.terminate()
+    assert server.process.wait(10) == 128 + signal.SIGTERM
+    _until(lambda: not any(map(_alive, family)), limit_s=2)
+    with pytest.raises(RequestFailed):
+        list(stream)
+
+
+def test_worker_that_always_dies_ends_the_server(start: Callable[..., Server]) -> None:
+    server = start("--max-restarts=1")
+    _until(lambda: WORKER in server.services())
+    for _ in range(2):
+        pid = server.services()[WORKER]
+        os.kill(pid, signal.SIGKILL)
+        _until(lambda pid=pid: server.process.poll() is not None or server.services().get(WORKER) not in (None, pid))
+    assert server.process.wait(60) == EXIT_GAVE_UP
+    assert f"{WORKER} was killed by SIGKILL; giving up after 1 restarts in 300 s" in server.text()
 
 
 def run(*words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -15,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import uvloop
 
-from headrace.supervisor import Program, Supervisor, describe_exit
+from headrace.supervisor import LONGEST_PAUSE_S, Program, RestartPolicy, Supervisor, describe_exit
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_GAVE_UP, EXIT_OK
 
 SERVE = """
@@ -33,6 +34,9 @@ while True:
     time.sleep(0.05)
 """
 DEAF = SERVE.replace("signal.signal(signal.SIGTERM, leave)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+
+BEATING = SERVE.replace("time.sleep(0.05)", "time.sleep(0.05)\n    pathlib.Path(sys.argv[3]).touch()")
+QUICK = RestartPolicy(max_restarts=2, first_pause_s=0.01, stuck_timeout_s=1.0)
 
 
 def program(name: str, log: pathlib.Path, code: str = SERVE, grace_s: float = 10.0) -> Program:
@@ -84,7 +88,7 @@ def test_stops_in_order_and_returns_ok(log: pathlib.Path) -> None:
 
 def test_killed_program_is_started_again(log: pathlib.Path) -> None:
     async def scenario() -> int:
-        supervisor = Supervisor([program("a", log), program("b", log)], backoff_s=(0.01,))
+        supervisor = Supervisor([program("a", log), program("b", log)], QUICK)
         async with running(supervisor) as task:
             await until(lambda: len(lines(log)) == 2)
             first = supervisor.pid("a")
@@ -103,10 +107,13 @@ def test_gives_up_after_the_cap_and_stops_the_others(log: pathlib.Path) -> None:
     crash = SERVE.replace("while True:", "sys.exit(1)\nwhile True:")
 
     async def scenario() -> int:
-        supervisor = Supervisor([program("good", log), program("bad", log, crash)], max_restarts=2, backoff_s=(0.01,))
-        return await supervisor.run()
+        supervisor = Supervisor([program("good", log), program("bad", log, crash)], QUICK)
+        code = await supervisor.run()
+        assert supervisor.failure == "bad ended with exit code 1; giving up after 2 restarts in 300 s"
+        return code
 
     assert asyncio.run(scenario()) == EXIT_GAVE_UP
+    assert lines(log).count("good started") == 1
     assert lines(log).count("bad started") == 3
 
 
@@ -118,6 +125,63 @@ def test_configuration_error_is_final(log: pathlib.Path) -> None:
 
     assert asyncio.run(scenario()) == EXIT_CONFIG
     assert lines(log).count("bad started") == 1
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    policy = RestartPolicy(first_pause_s=0.1)
+    assert [policy.pause_s(restarts) for restarts in range(4)] == [0.1, 0.2, 0.4, 0.8]
+    assert policy.pause_s(10_000) == LONGEST_PAUSE_S
+
+
+def beating(name: str, log: pathlib.Path, file: pathlib.Path, code: str = BEATING) -> Program:
+    found = program(name, log, code)
+    return dataclasses.replace(found, argv=(*found.argv, str(file)), heartbeat=file)
+
+
+def test_stopped_program_is_killed_and_started_again(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def scenario() -> int:
+        programs = [beating(name, log, tmp_path / name) for name in ("well", "stopped")]
+        supervisor = Supervisor(programs, QUICK)
+        async with running(supervisor) as task:
+            await until(lambda: len(lines(log)) == 2)
+            pids = {name: supervisor.pid(name) for name in ("well", "stopped")}
+            assert pids["stopped"] is not None
+            os.kill(pids["stopped"], signal.SIGSTOP)
+            await until(lambda: lines(log).count("stopped started") == 2)
+            assert not alive(pids["stopped"])
+            assert supervisor.pid("well") == pids["well"]
+            supervisor.stop()
+            return await task
+
+    assert asyncio.run(scenario()) == EXIT_OK
+    assert lines(log).count("well started") == 1
+
+
+def test_program_that_goes_on_in_time_is_left_alone(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def scenario() -> int:
+        supervisor = Supervisor(
+            [beating("a", log, tmp_path / "a")], dataclasses.replace(QUICK, stuck_timeout_s=5.0, max_restarts=0)
+        )
+        async with running(supervisor) as task:
+            await until(lambda: len(lines(log)) == 1)
+            pid = supervisor.pid("a")
+            assert pid is not None
+            for signum in (signal.SIGSTOP, signal.SIGCONT):
+                os.kill(pid, signum)
+                await asyncio.sleep(1.0)
+            assert supervisor.pid("a") == pid
+            supervisor.stop()
+            return await task
+
+    assert asyncio.run(scenario()) == EXIT_OK
+
+
+def test_programs_that_never_beat_run_out_of_restarts(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    supervisor = Supervisor(
+        [beating("mute", log, tmp_path / "mute", SERVE)], dataclasses.replace(QUICK, max_restarts=1)
+    )
+    assert asyncio.run(supervisor.run()) == EXIT_GAVE_UP
+    assert supervisor.failure == "mute gave no sign of life for 1 s and was killed; giving up after 1 restarts in 300 s"
 
 
 def test_program_that_does_not_exist_ends_the_run(log: pathlib.Path) -> None:
@@ -183,7 +247,14 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(0, "exit code 0"), (78, "exit code 78"), (-9, "SIGKILL"), (-64, "SIGRTMAX"), (-200, "signal 200")],
+    [
+        (0, "exit code 0"),
+        (78, "exit code 78"),
+        (75, "stood still"),
+        (-9, "SIGKILL"),
+        (-64, "SIGRTMAX"),
+        (-200, "signal 200"),
+    ],
 )
 def test_describe_exit(code: int, words: str) -> None:
     assert words in describe_exit(code)

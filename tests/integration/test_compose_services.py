@@ -23,7 +23,7 @@ import yaml
 from headrace.client import base_url, stream_chat, wait_until_ready
 from shared import healthcheck
 from shared.config import ENGINE, GATEWAY, SERVICES, TOKENIZER, WORKER, Settings, parse_settings
-from shared.lifecycle import HEARTBEAT_VARIABLE
+from shared.heartbeat import HEARTBEAT_VARIABLE
 from shared.model_source import BUILT_IN_REQUIREMENT
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -151,7 +151,7 @@ def test_health_check_of_the_file_passes(stack: Stack, service: str) -> None:
     assert (kind, program) == ("CMD", "python")
     assert arguments[:2] == ["-m", "shared.healthcheck"]
     checked = [word.replace(":8000", f":{stack.ports['8000']}") for word in arguments[2:]]
-    assert healthcheck.main(checked or ["--file", str(stack.heartbeat(service))]) == 0
+    assert healthcheck.main([*checked, "--file", str(stack.heartbeat(service))]) == 0
 
 
 @pytest.mark.parametrize("port", ["5551", "5552", "5553"])

@@ -176,3 +176,20 @@ def test_no_process_outlives_its_caller(tmp_path: pathlib.Path, model: pathlib.P
             assert script.wait(30) == codes[signum]
             wait_until(lambda pids=pids: not any(map(alive, pids)))  # type: ignore[misc]
             assert ("KeyboardInterrupt" in script.stderr.read()) == (signum == signal.SIGINT)
+
+
+def test_replicas_share_a_batch_and_one_of_them_may_die(model: pathlib.Path) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(12)]
+    with LLM(str(model), skip_tokenizer_init=True, data_parallel_size=2, **OPTIONS) as llm:
+        before = llm._session.pids()
+        assert set(before) == {"core_engine", "gpu_worker/0", "gpu_worker/1"}
+        streams = [llm.stream(prompt, LONG) for prompt in prompts]
+        for stream in streams:
+            next(stream)
+        os.kill(before["gpu_worker/0"], signal.SIGKILL)
+        found = [list(stream)[-1].outputs[0].token_ids for stream in streams]
+        assert found == [reference_greedy(model, prompt, 400) for prompt in prompts]
+        wait_until(lambda: llm._session.pids().get("gpu_worker/0") not in (None, before["gpu_worker/0"]))
+        after = llm._session.pids()
+        assert {name for name, pid in after.items() if before[name] != pid} == {"gpu_worker/0"}
+    assert not any(map(alive, after.values()))

@@ -427,3 +427,31 @@ def test_pump_goes_on_after_an_exception(tmp_path, links):
     asyncio.run(run())
     assert heard == [str(i) for i in range(1 + 2 * transport.PUMP_BATCH)]
     assert [str(error) for error in reported] == ["a bug"]
+
+
+def test_a_pump_lets_the_loop_run_between_slow_messages(tmp_path, links, monkeypatch):
+    monkeypatch.setattr(transport, "PUMP_S", 0.0)
+    listener = links(Listener, ipc(tmp_path))
+    connector = links(Connector, listener.endpoint, identity="a")
+    until(lambda: connector.send(Go("0", ATTEMPT)))
+    for i in range(1, 20):
+        assert connector.send(Go(str(i), ATTEMPT))
+    told = []
+
+    async def run():
+        def on_message(received):
+            told.append(received.message.rid)
+            asyncio.get_running_loop().call_soon(told.append, "turn")
+
+        pump = Pump(listener, on_message)
+        pump.start()
+        async with asyncio.timeout(20):
+            while "19" not in told:
+                await asyncio.sleep(0.005)
+        pump.stop()
+
+    asyncio.run(run())
+    assert [rid for rid in told if rid != "turn"] == [str(i) for i in range(20)]
+    # The second message may have been decoded before the loop took its turn; never two more.
+    assert "turn" in told[:3]
+    assert all("turn" in told[index : index + 3] for index in range(len(told) - 3))

@@ -1,0 +1,208 @@
+"""Stands between a ROUTER and the DEALERs that connect to it, and does to messages what a network and bad memory do.
+
+    DEALER (identity) ──► ROUTER [proxy] DEALER (same identity) ──► ROUTER
+
+Each DEALER gets a twin with its identity, so that the listener sees the same peers as without the proxy. A message is a
+list of frames, passed on as it is or with one fault, drawn from a seeded generator.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from shared.codec import decode
+from shared.errors import ProtocolError
+
+DELAY, DROP, DUPLICATE, REORDER = "delay", "drop", "duplicate", "reorder"
+TRUNCATE, CORRUPT, FORGE = "truncate", "corrupt", "forge"
+MIX = (DELAY, DROP, DUPLICATE, REORDER, TRUNCATE, CORRUPT)
+"""After each of these an answer must be the same. ``FORGE`` is corruption that may leave a readable message, of which
+there is no telling what it says: frames carry no checksum beyond those of TCP."""
+HOLD_S = 0.05
+"""How long a message waits for one to pass it."""
+POLL_MS = 5
+
+Frames = list[bytes]
+Send = Callable[[Frames], None]
+
+
+class FaultProxy:
+    """Listens at ``listen`` for what connects to ``upstream``; a thread of its own from ``start`` to ``stop``.
+
+    Args:
+        kinds: faults to choose from.
+        rate: share of messages that get one.
+        delay_s: longest delay.
+        grace: the first so many messages of a peer in each direction pass unharmed.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        upstream: str,
+        kinds: Iterable[str],
+        *,
+        seed: int,
+        rate: float = 0.1,
+        delay_s: float = 0.3,
+        grace: int = 0,
+    ) -> None:
+        self.kinds = tuple(kinds)
+        self.rate = rate
+        self.active = True
+        """Set to False to pass everything on."""
+        self.counts: Counter[str] = Counter()
+        """Messages by what was done to them: a kind, ``passed``, or ``accepted``: damaged, yet the codec reads it."""
+        self._delay_s, self._grace = delay_s, grace
+        self._rng = random.Random(seed)
+        self._context = zmq.Context()
+        self._front = self._socket(zmq.ROUTER)
+        self._front.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._front.bind(listen)
+        self._upstream = upstream
+        self._twins: dict[bytes, zmq.Socket[bytes]] = {}
+        self._seen: Counter[tuple[bytes, bool]] = Counter()
+        self._waiting: list[tuple[float, int, Send, Frames]] = []
+        self._passing: dict[tuple[bytes, bool], int] = {}
+        """Direction of a peer → number of the message that waits for one to pass it."""
+        self._number = itertools.count()
+        self._poller = zmq.Poller()
+        self._poller.register(self._front, zmq.POLLIN)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fault-proxy", daemon=True)
+
+    def start(self) -> FaultProxy:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        return socket
+
+    def _twin(self, identity: bytes) -> zmq.Socket[bytes]:
+        if identity not in self._twins:
+            twin = self._socket(zmq.DEALER)
+            twin.setsockopt(zmq.ROUTING_ID, identity)
+            twin.connect(self._upstream)
+            self._poller.register(twin, zmq.POLLIN)
+            self._twins[identity] = twin
+        return self._twins[identity]
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                ready = dict(self._poller.poll(POLL_MS))
+                if self._front in ready:
+                    identity, *frames = self._front.recv_multipart()
+                    self._handle((identity, True), frames, self._twin(identity))
+                for identity, twin in list(self._twins.items()):
+                    if twin in ready:
+                        self._handle((identity, False), twin.recv_multipart(), self._front)
+                self._send_due()
+        finally:
+            for socket in (self._front, *self._twins.values()):
+                socket.close()
+            self._context.term()
+
+    def _send_due(self) -> None:
+        while self._waiting and self._waiting[0][0] <= time.monotonic():
+            _, _, send, frames = heapq.heappop(self._waiting)
+            send(frames)
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, way: tuple[bytes, bool], frames: Frames, socket: zmq.Socket[bytes]) -> None:
+        prefix = [] if way[1] else [way[0]]
+
+        def send(message: Frames) -> None:
+            try:
+                socket.send_multipart([*prefix, *message], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                self.counts["lost"] += 1
+
+        self._seen[way] += 1
+        harmed = self.active and self._seen[way] > self._grace and self._rng.random() < self.rate
+        kind = self._rng.choice(self.kinds) if harmed else "passed"
+        self.counts[kind] += 1
+        if kind in (DELAY, REORDER):
+            pause = self._rng.uniform(0.0, self._delay_s) if kind == DELAY else HOLD_S
+            self._wait(pause, send, frames, way if kind == REORDER else None)
+            return
+        for message in self._harmed(kind, frames):
+            send(message)
+        self._let_pass(way)
+
+    def _harmed(self, kind: str, frames: Frames) -> list[Frames]:
+        """What is sent in place of ``frames``, by kind."""
+        if kind == DROP:
+            return []
+        if kind == DUPLICATE:
+            return [frames, frames]
+        if kind not in (TRUNCATE, CORRUPT, FORGE):
+            return [frames]
+        damaged = damage(kind, frames, self._rng)
+        self.counts["accepted"] += readable(damaged)
+        return [damaged]
+
+    def _wait(self, pause: float, send: Send, frames: Frames, way: tuple[bytes, bool] | None) -> None:
+        number = next(self._number)
+        heapq.heappush(self._waiting, (time.monotonic() + pause, number, send, frames))
+        if way is not None:
+            self._passing[way] = number
+
+    def _let_pass(self, way: tuple[bytes, bool]) -> None:
+        """A message has passed the one that waited for it."""
+        number = self._passing.pop(way, None)
+        for item in self._waiting:
+            if item[1] == number:
+                self._waiting.remove(item)
+                heapq.heapify(self._waiting)
+                item[2](item[3])
+                return
+
+
+def damage(kind: str, frames: Frames, rng: random.Random) -> Frames:
+    """Frames with bytes cut off or bits turned; for ``CORRUPT`` until no codec reads them."""
+    while True:
+        damaged = list(frames)
+        place = rng.randrange(len(damaged))
+        if kind == TRUNCATE:
+            if rng.random() < 0.3 and len(damaged) > 1:
+                return damaged[: rng.randrange(1, len(damaged))]
+            if not damaged[place]:
+                place = 0
+            damaged[place] = damaged[place][: rng.randrange(len(damaged[place]))]
+            return damaged
+        content = bytearray(damaged[place])
+        for _ in range(rng.randint(1, 4) if content else 0):
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        damaged[place] = bytes(content)
+        if kind == FORGE or not readable(damaged):
+            return damaged
+
+
+def readable(frames: Frames) -> bool:
+    try:
+        decode(frames)
+    except ProtocolError:
+        return False
+    return True
+
+
+def total(proxies: Iterable[Any]) -> Counter[str]:
+    """What several proxies did."""
+    return sum((proxy.counts for proxy in proxies), Counter())

@@ -1,0 +1,115 @@
+"""The proxy itself: each fault does what its name says, the same for the same seed, and identities pass through."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shared.codec import encode
+from shared.messages import Hello, Message
+from shared.transport import Connector, Listener
+from tests.chaos.fault_proxy import (
+    CORRUPT,
+    DELAY,
+    DROP,
+    DUPLICATE,
+    FORGE,
+    MIX,
+    REORDER,
+    TRUNCATE,
+    FaultProxy,
+    damage,
+    readable,
+)
+
+COUNT = 200
+Start = Callable[..., tuple[FaultProxy, Listener, Connector]]
+
+
+def numbered(number: int) -> Hello:
+    return Hello("gateway", str(number), 1, 1, True, None, None)
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
+    opened: list[FaultProxy | Listener | Connector] = []
+
+    def begin(*kinds: str, **options: float) -> tuple[FaultProxy, Listener, Connector]:
+        listener = Listener(f"ipc://{tmp_path}/up", boot=1)
+        proxy = FaultProxy(f"ipc://{tmp_path}/in", listener.endpoint, kinds, seed=5, **options).start()  # type: ignore[arg-type]
+        connector = Connector(f"ipc://{tmp_path}/in", identity="gateway/1", boot=2)
+        opened.extend((connector, listener, proxy))
+        return proxy, listener, connector
+
+    yield begin
+    for each in opened:
+        each.stop() if isinstance(each, FaultProxy) else each.close()
+
+
+def exchange(listener: Listener, connector: Connector, seconds: float = 0.5) -> tuple[list[int], list[int]]:
+    """Send numbers both ways; (those that arrived at the listener, at the connector)."""
+    up: list[int] = []
+    down: list[int] = []
+    sent_up = sent_down = 0
+    quiet = time.monotonic() + 5
+    while time.monotonic() < quiet:
+        if sent_up < COUNT and connector.send(numbered(sent_up)):
+            sent_up += 1
+        while (received := listener.receive()) is not None:
+            assert received.peer == "gateway/1"
+            up.append(number_of(received.message))
+        if up and sent_down < COUNT and listener.send("gateway/1", numbered(sent_down)):
+            sent_down += 1
+        while (received := connector.receive()) is not None:
+            down.append(number_of(received.message))
+        if sent_up == sent_down == COUNT:
+            quiet = min(quiet, time.monotonic() + seconds)
+        time.sleep(0.0005)
+    return up, down
+
+
+def number_of(message: Message) -> int:
+    assert isinstance(message, Hello)
+    return int(message.name)
+
+
+def test_it_passes_everything_both_ways_in_order(start: Start) -> None:
+    _, listener, connector = start(*MIX, rate=0.0)
+    assert exchange(listener, connector) == (list(range(COUNT)), list(range(COUNT)))
+
+
+@pytest.mark.parametrize("kind", [DROP, TRUNCATE, CORRUPT])
+def test_what_is_dropped_or_damaged_does_not_arrive(start: Start, kind: str) -> None:
+    proxy, listener, connector = start(kind, rate=0.2)
+    up, down = exchange(listener, connector)
+    assert up == sorted(set(up))
+    assert down == sorted(set(down))
+    assert len(up) + len(down) == 2 * COUNT - proxy.counts[kind] < 2 * COUNT
+    assert proxy.counts["accepted"] == 0
+    assert listener.malformed + connector.malformed == (0 if kind == DROP else proxy.counts[kind])
+
+
+def test_duplicates_arrive_twice(start: Start) -> None:
+    proxy, listener, connector = start(DUPLICATE, rate=0.2)
+    up, down = exchange(listener, connector)
+    assert (sorted(set(up)), sorted(set(down))) == (list(range(COUNT)), list(range(COUNT)))
+    assert len(up) + len(down) == 2 * COUNT + proxy.counts[DUPLICATE] > 2 * COUNT
+
+
+@pytest.mark.parametrize("kind", [DELAY, REORDER])
+def test_what_is_late_arrives_once_in_another_order(start: Start, kind: str) -> None:
+    _, listener, connector = start(kind, rate=0.2, delay_s=0.1)
+    for arrived in exchange(listener, connector):
+        assert sorted(arrived) == list(range(COUNT)) != arrived
+
+
+def test_the_same_seed_does_the_same_damage() -> None:
+    frames = encode(numbered(7), 1)
+    for kind in (TRUNCATE, CORRUPT, FORGE):
+        first, again = (damage(kind, frames, random.Random(3)) for _ in range(2))
+        assert first == again != frames
+        assert kind == FORGE or not readable(first)
