@@ -45,8 +45,6 @@ log = get_logger()
 SWITCH_INTERVAL_S = 1e-4
 """Python's default of 5 ms can hold up a launch while the results thread runs."""
 LOADING_POLL_S = 0.02
-SILENT_BEATS = 5
-"""An engine that answers no sign of life for so long is not waited for by a worker that leaves."""
 IDLE_S = 0.2
 """A worker without a step for this long may do what would hold up the next one."""
 LAST_WORDS_S = 1.0
@@ -72,8 +70,6 @@ class Worker:
         self._heartbeat, self._step_timeout_s = Heartbeat(), settings.step_timeout_s
         self._stopping = False
         self._patience_s = settings.shutdown_timeout
-        self._heard_at = time.monotonic()
-        """When the engine last said something."""
         self._leave_by: float | None = None
         """When a worker that was asked to stop ends, whatever is left to compute."""
         self._dismissed = False
@@ -117,7 +113,6 @@ class Worker:
             while not (self._stopping and self._may_leave()):
                 received = self._link.receive()
                 if received is not None:
-                    self._heard_at = time.monotonic()
                     self._handle(received.message)
                 elif not self._prepare():
                     poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
@@ -199,8 +194,7 @@ class Worker:
             self._beats.beat_now()
             if self._serving and self._beats.connected:
                 log.info("leaving when what runs is done", seconds_at_most=self._patience_s)
-        is_alone = not self._beats.connected or now - self._heard_at > SILENT_BEATS * self._beat_s
-        if not self._serving or self._dismissed or is_alone:
+        if not self._serving or self._dismissed or not self._beats.connected:
             return True
         if now < self._leave_by:
             return False

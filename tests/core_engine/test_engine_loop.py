@@ -314,7 +314,7 @@ def test_the_last_worker_leaves_and_another_comes(tmp_path: Path) -> None:
             leaving.leave()
             front.wait(lambda: front.hello is not None and not front.hello.ready)
             front.wait(lambda: leaving.dismissed)
-            assert sum(request.over for request in front.all.values()) == 2
+            front.wait(lambda: sum(request.over for request in front.all.values()) == 2)
         until(lambda: not engine.workers.workers)
         with WorkerThread(running.workers, name="a") as coming:
             front.wait_over()
