@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
@@ -60,22 +59,7 @@ class CudaLinear:
             return None
         return self._choices[tokens] if tokens < len(self._choices) else self._beyond
 
-    def warm_up(self, token_counts: Iterable[int], *, compile_only: bool = False) -> None:
-        """Compute a product of each of these numbers of tokens once, which compiles and loads its kernel.
-
-        A CUDA graph's capture must not do that. One layer of a shape is enough.
-
-        Args:
-            compile_only: launch nothing, as is right while another stream works or the weight is still being loaded;
-                the kernels are in Triton's cache then.
-        """
-        for tokens in token_counts:
-            x = self.weight.new_zeros(tokens, self.shape.in_features)
-            choice = self.choice(tokens)
-            if choice is not None or not compile_only:
-                self._compute(x, choice, compile_only=compile_only)
-
-    def _compute(self, x: torch.Tensor, choice: GemmChoice, *, compile_only: bool = False) -> torch.Tensor:
+    def _compute(self, x: torch.Tensor, choice: GemmChoice) -> torch.Tensor:
         return gemm(
             x,
             self.weight,
@@ -84,7 +68,6 @@ class CudaLinear:
             self._arrivals,
             out_dtype=self.out_dtype,
             gated=self._gated,
-            compile_only=compile_only,
         )
 
 
@@ -103,9 +86,9 @@ class CudaGatedLinear(CudaLinear):
         super().__init__(weight, bias, batch_invariant=batch_invariant)
         self._gated = not batch_invariant
 
-    def _compute(self, x: torch.Tensor, choice: GemmChoice, *, compile_only: bool = False) -> torch.Tensor:
-        result = super()._compute(x, choice, compile_only=compile_only)
-        return result if self._gated or compile_only else silu_mul(result)
+    def _compute(self, x: torch.Tensor, choice: GemmChoice) -> torch.Tensor:
+        result = super()._compute(x, choice)
+        return result if self._gated else silu_mul(result)
 
 
 class CudaHead(CudaLinear):

@@ -6,6 +6,9 @@ import dataclasses
 
 import torch
 
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+"""The interpreter multiplies the bits of bfloat16 matrices as integers."""
+
 
 @dataclasses.dataclass
 class Paged:
@@ -83,3 +86,22 @@ def attend(
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """Of results near 1 whose inputs are exact in ``dtype``."""
     return {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+
+
+@dataclasses.dataclass
+class Rows:
+    """Decode rows, each of a slot."""
+
+    paged: Paged
+    lengths: list[int]
+    query: torch.Tensor
+    slots: torch.Tensor
+    context_lens: torch.Tensor
+
+    def expected(self, scale: float, window: int | None = None) -> torch.Tensor:
+        rows = []
+        for row, length in enumerate(self.lengths):
+            keys, values = self.paged.context(int(self.slots[row]), length)
+            result = attend(self.query[row : row + 1], keys, values, scale, window)
+            rows.append(result if length else torch.zeros_like(result))
+        return torch.cat(rows)

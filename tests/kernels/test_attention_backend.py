@@ -8,10 +8,8 @@ import torch
 
 from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import Metadata, TritonPagedAttention
-from tests.kernels.attention_reference import Paged, attend, make_paged, tolerance
+from tests.kernels.attention_reference import HALF, Paged, attend, make_paged, tolerance
 
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-"""The interpreter multiplies the bits of bfloat16 matrices as integers."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
 SCALE = HEAD_DIM**-0.5
 

@@ -10,29 +10,7 @@ import torch
 
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import DecodeConfig, DecodeWorkspace, decode, decode_config, make_decode_workspace
-from tests.kernels.attention_reference import Paged, attend, make_paged, tolerance
-
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-"""The interpreter multiplies the bits of bfloat16 matrices as integers."""
-
-
-@dataclasses.dataclass
-class Rows:
-    """Decode rows, one for each slot, in the reverse order of the slots."""
-
-    paged: Paged
-    lengths: list[int]
-    query: torch.Tensor
-    slots: torch.Tensor
-    context_lens: torch.Tensor
-
-    def expected(self, scale: float, window: int | None = None) -> torch.Tensor:
-        rows = []
-        for row, length in enumerate(self.lengths):
-            keys, values = self.paged.context(int(self.slots[row]), length)
-            result = attend(self.query[row : row + 1], keys, values, scale, window)
-            rows.append(result if length else torch.zeros_like(result))
-        return torch.cat(rows)
+from tests.kernels.attention_reference import HALF, Rows, make_paged, tolerance
 
 
 def make_rows(

@@ -10,10 +10,8 @@ import torch
 
 from gpu_worker.kernels.attention_plan import prefill_tiles
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill, prefill_config
-from tests.kernels.attention_reference import attend, make_paged, tolerance
+from tests.kernels.attention_reference import HALF, attend, make_paged, tolerance
 
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-"""The interpreter multiplies the bits of bfloat16 matrices as integers."""
 EDGES = [(1, 1), (16, 16), (17, 33), (5, 64), (31, 31), (1, 40)]
 """(query tokens, context) of spans."""
 

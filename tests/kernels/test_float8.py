@@ -12,9 +12,8 @@ from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.kernels.fp8 import to_dtype, unpack
 from gpu_worker.kernels.rope_kv import rotate_and_write
-from tests.kernels.attention_reference import Paged, attend, make_paged, tolerance
+from tests.kernels.attention_reference import HALF, Paged, attend, make_paged, tolerance
 
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 FLOAT8 = torch.float8_e4m3fn
 KV_HEADS, GROUP = 2, 3
 SCALES = KVScales(0.5, 0.25)

@@ -15,31 +15,10 @@ from gpu_worker.kernels.attention_plan import make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import decode, decode_config, make_decode_workspace
 from gpu_worker.kernels.prefix_pass import PrefixConfig, attend_prefixes, make_prefix_workspace, prefix_config, unpack
 from gpu_worker.shared_prefix import PrefixLayout, SharedPrefixes, SharingLimits, find_groups, pack
-from tests.kernels.attention_reference import Paged, attend, make_paged, tolerance
+from tests.kernels.attention_reference import HALF, Rows, make_paged, tolerance
 
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
-"""The interpreter multiplies the bits of bfloat16 matrices as integers."""
 LIMITS = SharingLimits(members=2, tokens=16, saved=1)
 MAX_ROWS = 40
-
-
-@dataclasses.dataclass
-class Rows:
-    """Decode rows, some of which begin with the same blocks."""
-
-    paged: Paged
-    lengths: list[int]
-    query: torch.Tensor
-    slots: torch.Tensor
-    context_lens: torch.Tensor
-
-    def expected(self, scale: float, window: int | None = None) -> torch.Tensor:
-        results = []
-        for row, length in enumerate(self.lengths):
-            keys, values = self.paged.context(int(self.slots[row]), length)
-            result = attend(self.query[row : row + 1], keys, values, scale, window)
-            results.append(result if length else torch.zeros_like(result))
-        return torch.cat(results)
 
 
 def make_rows(
