@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,15 +111,16 @@ def _members(session: int) -> list[int]:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractContextManager[Server]]:
+    """``with serving(model, *flags) as server``: a server for as long as the block."""
+    return lambda model, *flags: running(tmp_path_factory.mktemp("server") / "log.txt", model, *flags)
+
+
+@pytest.fixture(scope="session")
+def start(serving: Callable[..., AbstractContextManager[Server]]) -> Iterator[Callable[..., Server]]:
     """``start(model, *flags)``: a server that lives as long as the test session."""
     with ExitStack() as stack:
-
-        def begin(model: str, *flags: str) -> Server:
-            log = tmp_path_factory.mktemp("server") / "log.txt"
-            return stack.enter_context(running(log, model, *flags))
-
-        yield begin
+        yield lambda model, *flags: stack.enter_context(serving(model, *flags))
 
 
 @pytest.fixture(scope="session")

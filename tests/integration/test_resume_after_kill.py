@@ -80,13 +80,13 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(start: Callable[..., Any]) -> Iterator[tuple[Any, Gateways]]:
+def server(serving: Callable[..., Any]) -> Iterator[tuple[Any, Gateways]]:
     folder = pathlib.Path(tempfile.mkdtemp(prefix="headrace-resume-"))  # short: ipc paths end at 107 bytes
     run_dir = folder / "run"
-    begun = start("demo", "--batch-invariant", f"--run-dir={run_dir}")
-    gateways = Gateways(f"ipc://{run_dir}/tokenizer-0.sock", folder)
-    yield begun, gateways
-    gateways.stop()
+    with serving("demo", "--batch-invariant", f"--run-dir={run_dir}") as begun:
+        gateways = Gateways(f"ipc://{run_dir}/tokenizer-0.sock", folder)
+        yield begun, gateways
+        gateways.stop()
     shutil.rmtree(folder, ignore_errors=True)
 
 
