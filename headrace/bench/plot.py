@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from shared.errors import StartupError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = {"ttft": "#0072B2", "tpot": "#D55E00", "itl": "#009E73", "e2el": "#7A5195"}
 """Distinct for colour-blind readers too (three of Okabe and Ito's, and a purple darker than theirs)."""
@@ -46,31 +47,44 @@ def draw(path: str, records: Sequence[RequestRecord], metrics: Metrics, title: s
     done = [record for record in records if not record.error]
     figure = Figure(figsize=(13, 6.5), dpi=120, layout="constrained")
     axes = figure.subplot_mosaic([["latency", "tokens"], ["latency", "running"]], width_ratios=[1, 1.15])
-    _latency(axes["latency"], metrics)
+    latency_curves(axes["latency"], metrics.latencies)
     _tokens(axes["tokens"], done, metrics)
     _running(axes["running"], done)
     axes["tokens"].sharex(axes["running"])
     axes["tokens"].tick_params(labelbottom=False)
     for each in axes.values():
-        each.grid(color=GRID, linewidth=0.8)
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
-        each.spines[["left", "bottom"]].set_color(FAINT)
-        each.tick_params(which="both", colors=INK, labelsize=9)
+        plain_style(each)
     failed = f", {metrics.failed} failed" if metrics.failed else ""
     figure.suptitle(f"{title}{failed}", x=0.01, ha="left", fontsize=13, color=INK)
+    save(figure, path)
+
+
+def save(figure: Figure, path: str) -> None:
+    """Write a picture; the ending of ``path`` tells the format.
+
+    Raises ``StartupError`` when it cannot be written.
+    """
     try:
         figure.savefig(path)
     except OSError as error:
         raise StartupError(f"--plot {path} cannot be written: {error}") from error
 
 
-def _latency(axes: Axes, metrics: Metrics) -> None:
-    """Percentile curves on a scale that gives each further nine of the tail the same room."""
-    shown = [name for name in LATENCIES if metrics.latencies[name].ms.max() > 0]
-    most = max(len(metrics.latencies[name].ms) for name in shown)
+def plain_style(axes: Axes) -> None:
+    """Faint grid, no frame."""
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(which="both", colors=INK, labelsize=9)
+
+
+def latency_curves(axes: Axes, latencies: Mapping[str, Distribution]) -> None:
+    """Percentile curves of ``LATENCIES`` on a scale that gives each further nine of the tail the same room."""
+    shown = [name for name in LATENCIES if latencies[name].ms.max() > 0]
+    most = max(len(latencies[name].ms) for name in shown)
     for name in shown:
-        found = metrics.latencies[name]
+        found = latencies[name]
         share = (np.arange(len(found.ms)) + 0.5) / len(found.ms)
         axes.plot(1 / (1 - share), np.sort(found.ms), color=COLORS[name], linewidth=2, label=_legend(name, found))
     axes.set_xscale("log")
@@ -80,7 +94,7 @@ def _latency(axes: Axes, metrics: Metrics) -> None:
     axes.set_xticks([], minor=True)
     axes.set_xlim(1, 2 * max(most, 2))
     # Outputs that arrive together have gaps of nearly 0, which would take most of a logarithmic axis.
-    axes.set_ylim(bottom=0.7 * min(_least(metrics.latencies[name]) for name in shown))
+    axes.set_ylim(bottom=0.7 * min(_least(latencies[name]) for name in shown))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.set_xlabel("percentile", color=INK)
     axes.set_title("Latency, ms", loc="left", fontsize=11, color=INK)
