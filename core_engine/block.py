@@ -8,17 +8,23 @@ from collections.abc import Iterator
 class Block:
     """One block of the KV pool. Linked into a list exactly while nobody holds it (``ref == 0``)."""
 
-    __slots__ = ("digest", "following", "id", "ids", "parent", "previous", "ref")
+    __slots__ = ("digest", "following", "generation", "hits", "id", "ids", "key", "parent", "previous", "ref")
 
     def __init__(self, id: int) -> None:
         self.id = id
         self.ref = 0
+        self.generation = 0
+        """How often the pool had forgotten everything when the block was taken."""
         self.digest: bytes | None = None
         """Chain hash of a full, settled block that the prefix map names; None: its content is nobody's prefix."""
         self.parent = b""
         """Digest of the block before it."""
         self.ids = b""
         """Token ids of a hashed block, raw int32."""
+        self.hits = 0
+        """Times that a sequence found its content cached."""
+        self.key = 0
+        """Rank of its content in an eviction policy that has ranks: what is lower goes first."""
         self.previous: Block | None = None
         self.following: Block | None = None
 

@@ -4,15 +4,31 @@
     ref == 0     linked: unhashed blocks are reused first, then hashed ones as the eviction policy says
     ref >= 1     held by that many sequences, not linked
 
-Invariants (``check``): free + referenced + 1 == total; ref == 0 ⇔ linked; a digest names one full settled block.
+Sequences that compute the same prefix side by side make copies of it. Each copy has the digest while it is held, the
+oldest is the one to be found, and what is released while there is another copy is not worth keeping.
+
+Invariants (``check``): free + referenced + 1 == total; ref == 0 ⇔ linked; a digest names full settled blocks of one
+content, all of them held or a single free one. So whoever holds a cached block holds a copy of each block before it,
+and with the order of eviction (``core_engine.eviction``): the block before a cached one is cached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 from core_engine.block import Block, BlockList
 from core_engine.eviction import POLICIES
+
+
+class Forgotten(NamedTuple):
+    """What ``BlockPool.forget_all`` found cached, in blocks."""
+
+    num_free: int
+    """They have no holder: their memory is empty now."""
+    num_held: int
+    """Their memory is back once their holders are gone."""
 
 
 class BlockPool:
@@ -25,8 +41,12 @@ class BlockPool:
         self._blocks = [Block(i) for i in range(num_blocks)]
         self._blocks[0].ref = 1
         self._unhashed = BlockList()
-        self._hashed = POLICIES[eviction]()
+        self._policy = POLICIES[eviction]
+        self._hashed = self._policy()
         self._by_digest: dict[bytes, Block] = {}
+        self._copies: dict[bytes, dict[Block, None]] = {}
+        """The other blocks of a digest, all held, where there are any."""
+        self._generation = 0
         for block in self._blocks[1:]:
             self._unhashed.append(block)
 
@@ -62,6 +82,7 @@ class BlockPool:
             block = self._hashed.evict()
             self._forget(block)
         block.ref = 1
+        block.generation = self._generation
         return block
 
     def find(self, digest: bytes, parent: bytes, ids: bytes) -> Block | None:
@@ -73,27 +94,74 @@ class BlockPool:
         """Whether a block caches a prefix of this digest."""
         return digest in self._by_digest
 
-    def hold(self, block: Block) -> None:
-        """One more holder of a cached block, free or not."""
+    def hold(self, block: Block, *, is_hit: bool = True) -> None:
+        """One more holder of a cached block, free or not, that holds all blocks before it, too.
+
+        Args:
+            is_hit: it is new here; False: a preempted sequence comes back to what it had.
+        """
         if block.ref == 0:
             self._hashed.remove(block)
         block.ref += 1
+        block.hits += is_hit
 
     def release(self, blocks: Sequence[Block]) -> None:
         """One holder less of each block of a table. The tail is freed first, so a prefix outlives its extensions."""
         for block in reversed(blocks):
             block.ref -= 1
             if block.ref == 0:
+                if block.digest is not None and block.digest in self._copies:
+                    self._drop_copy(block, block.digest)
                 if block.digest is None:
                     self._unhashed.prepend(block)
                 else:
                     self._hashed.add(block)
 
-    def commit(self, block: Block, digest: bytes, parent: bytes, ids: bytes) -> None:
-        """Name a held block, full and settled, by its digest. The first block of a digest keeps the name."""
-        if block.digest is None and digest not in self._by_digest:
-            block.digest, block.parent, block.ids = digest, parent, ids
+    def commit(self, block: Block, digest: bytes, parent: bytes, ids: bytes, before: Block | None = None) -> None:
+        """Name a held block, full and settled, by its digest. The first block of a digest is the one to be found.
+
+        Nothing happens where nobody could hit it or must not: the block before it has no name, what it holds is from
+        before ``forget_all``, or the digest names another content.
+
+        Args:
+            before: the block before it in the table of its holder; None: it is the first.
+        """
+        if block.digest is not None or block.generation != self._generation:
+            return
+        if before is not None and before.digest != parent:
+            return
+        named = self._by_digest.get(digest)
+        if named is None:
             self._by_digest[digest] = block
+            self._hashed.cached(block, before)
+        elif named.ids != ids or named.parent != parent:
+            return
+        elif named.ref > 0:
+            self._copies.setdefault(digest, {})[block] = None
+            block.key = named.key
+        else:
+            self._hashed.remove(named)
+            self._inherit(block, named, digest)
+            self._unhashed.prepend(named)
+        block.digest, block.parent, block.ids = digest, parent, ids
+
+    def forget_all(self) -> Forgotten:
+        """Forget every cached prefix: no content that is in the pool now is ever hit.
+
+        Held blocks stay with their holders, without names. So do those that they go on to fill: KV that was computed
+        from forgotten KV is as old.
+        """
+        num_free = len(self._hashed)
+        named = list(chain(self._by_digest.values(), *self._copies.values()))
+        for _ in range(num_free):
+            self._unhashed.append(self._hashed.evict())
+        for block in named:
+            _unname(block)
+        self._by_digest.clear()
+        self._copies.clear()
+        self._hashed = self._policy()
+        self._generation += 1
+        return Forgotten(num_free, len(named) - num_free)
 
     def check(self) -> None:
         """Assert every invariant of the pool; for tests and idle moments."""
@@ -103,13 +171,44 @@ class BlockPool:
         referenced = sum(block.ref > 0 for block in self._blocks[1:])
         assert len(free) + referenced + 1 == self.num_blocks, "a free block is not linked"
         assert all(block.digest is None for block in self._unhashed)
-        named = {block.digest: block for block in self._blocks if block.digest is not None}
-        assert named == self._by_digest, "a digest names another block than the one that carries it"
+        assert all(block.digest is not None for block in self._hashed)
+        named = {block for block in self._blocks if block.digest is not None}
+        copies = [copy for each in self._copies.values() for copy in each]
+        assert len(named) == len(self._by_digest) + len(copies)
+        assert named == {*self._by_digest.values(), *copies}, "a digest names another block than one that carries it"
+        for digest, others in self._copies.items():
+            first = self._by_digest[digest]
+            assert others, "an empty set of copies is kept"
+            assert all(block.ref > 0 for block in (first, *others)), "a copy is free"
+            assert {(block.digest, block.parent, block.ids) for block in others} == {(digest, first.parent, first.ids)}
         assert self._blocks[0].ref == 1
         assert self._blocks[0].digest is None
 
     def _forget(self, block: Block) -> None:
         if block.digest is not None:
             del self._by_digest[block.digest]
-            block.digest = None
-            block.parent = block.ids = b""
+            _unname(block)
+
+    def _drop_copy(self, block: Block, digest: bytes) -> None:
+        """One of several blocks of a digest was released."""
+        others = self._copies[digest]
+        if self._by_digest[digest] is block:
+            heir, _ = others.popitem()
+            self._inherit(heir, block, digest)
+        else:
+            del others[block]
+            _unname(block)
+        if not others:
+            del self._copies[digest]
+
+    def _inherit(self, heir: Block, block: Block, digest: bytes) -> None:
+        """A held copy of an unlinked ``block`` is the one to be found from now on, with the same rank."""
+        self._by_digest[digest] = heir
+        heir.hits, heir.key = block.hits, block.key
+        _unname(block)
+
+
+def _unname(block: Block) -> None:
+    block.digest = None
+    block.parent = block.ids = b""
+    block.hits = block.key = 0

@@ -60,7 +60,7 @@ class KVCacheManager:
         if num_fresh + sum(block.ref == 0 for block in hits) + reserve > self.pool.num_free:
             return None
         for block in hits:
-            self.pool.hold(block)
+            self.pool.hold(block, is_hit=sequence.num_preemptions == 0)
         sequence.blocks = hits + [self.pool.take() for _ in range(num_fresh)]
         sequence.num_hashed = len(hits)
         return num_cached
@@ -78,7 +78,7 @@ class KVCacheManager:
     def num_cached(self, sequence: Sequence) -> int:
         """About how many tokens of a waiting sequence ``allocate`` would find cached, a multiple of the block size.
 
-        Found by bisection: a cached prefix outlives its extensions but for rare orders of eviction.
+        Found by bisection: a cached prefix outlives its extensions.
         """
         if not self.enable_prefix_caching or sequence.scoring:
             return 0
@@ -114,7 +114,8 @@ class KVCacheManager:
             return
         for index in range(sequence.num_hashed, num_full):
             ids = tokens[index * size : (index + 1) * size].tobytes()
-            self.pool.commit(sequence.blocks[index], self._digest(sequence, index, ids), _parent(sequence, index), ids)
+            block, before = sequence.blocks[index], sequence.blocks[index - 1] if index else None
+            self.pool.commit(block, self._digest(sequence, index, ids), _parent(sequence, index), ids, before)
             sequence.num_hashed = index + 1
 
     def release(self, sequence: Sequence) -> None:

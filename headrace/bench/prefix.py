@@ -1,16 +1,19 @@
-"""``headrace bench prefix``: requests that share prefixes, with the prefix cache and without it."""
+"""``headrace bench prefix``: requests that share prefixes, with the prefix cache and without it, or by its policies."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import random
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.bench import offline
+from core_engine.eviction import POLICIES
+from headrace.bench import offline, prefix_policies
 from headrace.bench.datasets import SampleRequest, add_dataset_flags, load_dataset
+from headrace.bench.prefix_traces import TRACES
 from headrace.bench.throughput import run_once
 from headrace.bench.tokenizer import BenchTokenizer
 from headrace.sampling_params import SamplingParams
@@ -29,11 +32,26 @@ def main(argv: Sequence[str]) -> int:
         "prefix",
         argv,
         _add_flags,
-        measure,
+        _measure_any,
         description="Measure what the prefix cache gains. Each prompt is a prefix that all share and ids of its own; "
         "every prompt is sent --repeat-count times, all at once. --enable-prefix-caching has no effect here: both are "
-        "measured.",
+        "measured. With --trace: compare the eviction policies on a trace in a pool that is too small for it.",
     )
+
+
+def _measure_any(settings: Settings, options: argparse.Namespace) -> Mapping[str, Any]:
+    """Raises ``BenchError`` when a flag of the other kind is given, or one is missing."""
+    if options.trace is not None:
+        if options.num_prompts or options.input_length_range or options.dataset_path:
+            raise offline.BenchError(
+                "--trace makes its own prompts: leave out --num-prompts, --input-length-range and --dataset-path"
+            )
+        return prefix_policies.measure(settings, options)
+    if options.blocks_only:
+        raise offline.BenchError("--blocks-only needs --trace")
+    if not options.num_prompts or not options.input_length_range:
+        raise offline.BenchError("give --num-prompts and --input-length-range, or --trace")
+    return measure(settings, options)
 
 
 def measure(settings: Settings, options: argparse.Namespace) -> Mapping[str, Any]:
@@ -127,12 +145,11 @@ def _warmup(requests: Sequence[SampleRequest], tokenizer: BenchTokenizer, seed: 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     whole = offline.at_least(1)
     parser.add_argument("--dataset-path", metavar="FILE", help="take prompts from a ShareGPT file, not random ones")
-    parser.add_argument("--num-prompts", type=whole, required=True, help="different prompts")
+    parser.add_argument("--num-prompts", type=whole, help="different prompts")
     parser.add_argument("--repeat-count", type=whole, default=1, help="times that each is sent (default: 1)")
     parser.add_argument(
         "--input-length-range",
         type=_length_range,
-        required=True,
         metavar="MIN:MAX",
         help="tokens of a prompt, the prefix included",
     )
@@ -144,6 +161,42 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-prefix-first", action="store_true", help="send the shared prefix alone before, not counted"
     )
+    traces = parser.add_argument_group("eviction policies")
+    traces.add_argument(
+        "--trace",
+        choices=[*TRACES, "all"],
+        help="multi-turn chats, shared system prompts with a long tail, or one-off documents between a hot set",
+    )
+    traces.add_argument(
+        "--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="to compare (default: all)"
+    )
+    traces.add_argument("--num-requests", type=whole, default=1000, help="of a trace (default: 1000)")
+    traces.add_argument(
+        "--pool-share",
+        type=_share,
+        default=1 / 3,
+        metavar="X",
+        help="KV blocks, as a share of what the trace wants (default: a third); --num-gpu-blocks-override wins",
+    )
+    traces.add_argument(
+        "--take-turns",
+        action="store_true",
+        help="keep an engine for each policy and send a request to one after the other, so that they share the "
+        "machine's moods; on a CPU",
+    )
+    traces.add_argument(
+        "--blocks-only", action="store_true", help="drive the block manager without a model: hit rates only"
+    )
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return share
 
 
 def _length_range(text: str) -> tuple[int, int]:

@@ -23,14 +23,19 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(NUM_BLOCKS)
         self.tables: list[list[Block]] = []
-        self.names: dict[bytes, Block] = {}
+        self.copies: dict[bytes, set[Block]] = {}
+        """Blocks of each name: all held, or a free one alone."""
+        self.old: set[Block] = set()
+        """Held since before all was forgotten."""
 
     @precondition(lambda self: self.pool.num_free > 0)
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, self.pool.num_free))
         table = [self.pool.take() for _ in range(count)]
-        self.names = {digest: block for digest, block in self.names.items() if block not in table}
+        left = {digest: blocks.difference(table) for digest, blocks in self.copies.items()}
+        self.copies = {digest: blocks for digest, blocks in left.items() if blocks}
+        self.old.difference_update(table)
         self.tables.append(table)
 
     @precondition(lambda self: self.tables)
@@ -39,14 +44,16 @@ class PoolMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(data.draw(st.sampled_from(self.tables))))
         digest, named = bytes([name]), block.digest is not None
         self.pool.commit(block, digest, b"parent", bytes([name, name]))
-        if not named:
-            self.names.setdefault(digest, block)
+        if not named and block not in self.old:
+            held = {copy for copy in self.copies.get(digest, ()) if copy.ref > 0}
+            self.copies[digest] = held | {block}
 
     @rule(name=st.integers(0, 5))
     def hit(self, name: int) -> None:
         block = self.pool.find(bytes([name]), b"parent", bytes([name, name]))
-        assert block is self.names.get(bytes([name]))
+        assert (block is None) == (bytes([name]) not in self.copies)
         if block is not None:
+            assert block in self.copies[bytes([name])]
             self.pool.hold(block)
             self.tables.append([block])
 
@@ -54,7 +61,22 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.tables) - 1))
-        self.pool.release(self.tables.pop(index))
+        table = self.tables.pop(index)
+        self.pool.release(table)
+        for blocks in self.copies.values():
+            for block in table[::-1]:
+                if len(blocks) > 1 and block.ref == 0:
+                    blocks.discard(block)
+
+    @precondition(lambda self: self.tables)
+    @rule()
+    def forget(self) -> None:
+        held = sum(block.ref > 0 for blocks in self.copies.values() for block in blocks)
+        free = sum(map(len, self.copies.values())) - held
+        assert self.pool.forget_all() == (free, held)
+        self.copies = {}
+        self.old = {block for table in self.tables for block in table}
+        assert self.pool.fill == self.pool.usage
 
     @invariant()
     def balanced(self) -> None:
@@ -122,7 +144,7 @@ def test_the_first_block_of_a_digest_keeps_the_name() -> None:
     first, twin = pool.take(), pool.take()
     commit(pool, first, b"1")
     commit(pool, twin, b"1")
-    assert twin.digest is None
+    assert pool.find(b"1", b"", b"1") is first
     pool.release([first, twin])
     assert pool.take() is twin
     assert pool.find(b"1", b"", b"1") is first
