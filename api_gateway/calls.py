@@ -18,6 +18,7 @@ GIVE_UP_S = 30.0
 class _Call:
     message: Tokenize | Detokenize
     answer: asyncio.Future[Tokenized | Detokenized]
+    asked: str = ""
     asked_at: float = 0.0
     times: int = 0
 
@@ -83,8 +84,16 @@ class Calls:
             if now - call.asked_at >= self._again_s:
                 self._put(call)
 
+    def lost(self, name: str) -> None:
+        """A tokenizer is gone: ask another what it has not answered."""
+        for call in self._open.values():
+            if call.asked == name:
+                call.asked_at = 0.0
+                self._put(call)
+
     def _put(self, call: _Call) -> None:
         names = self._names()
-        if names and self._send(names[call.times % len(names)], call.message):
-            call.asked_at = time.monotonic()
+        name = names[call.times % len(names)] if names else ""
+        if names and self._send(name, call.message):
+            call.asked, call.asked_at = name, time.monotonic()
             call.times += 1

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 from aiohttp import web
 
+from api_gateway.errors import out_of_time
 from api_gateway.fields import seconds
 from api_gateway.generation import Generation
 from api_gateway.schemas import GenerationRequest
 from shared.errors import ErrorCode, RequestError
-from shared.messages import ErrorInfo
 
 HEADER = "X-Request-Timeout"
 
@@ -46,10 +46,13 @@ def deadline(generation: Generation, abort: Callable[[Generation], None]) -> Ite
         yield
         return
 
+    aborted = False
+
     def expire() -> None:
+        nonlocal aborted
         if not generation.finished.is_set():
-            words = f"the request was not done within its timeout of {limit_s:g} s"
-            generation.fail(ErrorInfo(ErrorCode.TIMEOUT, words))
+            aborted = True
+            generation.fail(out_of_time(limit_s))
             abort(generation)
             generation.flush()
 
@@ -58,3 +61,7 @@ def deadline(generation: Generation, abort: Callable[[Generation], None]) -> Ite
         yield
     finally:
         timer.cancel()
+        failure = generation.failure
+        if failure is not None and failure.code == ErrorCode.TIMEOUT and not aborted:
+            # The engine counts the time, too, and was first.
+            abort(generation)

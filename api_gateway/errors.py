@@ -46,6 +46,11 @@ def error_code(error: RequestError | ErrorInfo) -> ErrorCode:
         return ErrorCode.INTERNAL
 
 
+def out_of_time(limit_s: float) -> ErrorInfo:
+    """What ends a request whose own timeout is over."""
+    return ErrorInfo(ErrorCode.TIMEOUT, f"the request was not done within its timeout of {limit_s:g} s")
+
+
 def json_error(
     status: int,
     message: str,

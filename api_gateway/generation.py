@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from api_gateway.chunk_sender import ChunkSender
+from api_gateway.errors import out_of_time
 from api_gateway.event_stream import EventStream
 from api_gateway.latency import Latency
 from api_gateway.request_log import ChoiceLog, Position, PromptLog, Usage
@@ -193,7 +194,9 @@ class Generation:
         error = choice.rows.end.error if choice.rows.end is not None else None
         if error is None:
             error = ErrorInfo(ErrorCode.INTERNAL, "the server had an error while processing the request")
-        if len(self.prompts) > 1:
+        if error.code == ErrorCode.TIMEOUT and self.request.timeout_s is not None:
+            error = out_of_time(self.request.timeout_s)
+        elif len(self.prompts) > 1:
             error = dataclasses.replace(
                 error, message=f"prompt[{choice.index // self.request.generated}]: {error.message}"
             )

@@ -62,7 +62,8 @@ def render(gateway: Gateway) -> bytes:
 
 
 def _add_load(page: Page, load: Load, model: Mapping[str, str], is_fresh: bool) -> None:
-    """Gauges of a process that has fallen silent are zero: nothing that we know of runs there."""
+    """Of a process that has fallen silent, counts stay, so that they never fall. Gauges of what runs are zero, as
+    nothing does that we know of; the others are gone."""
     role, _, process = load.source.partition("/")
     labels = {**model, role: process}
     if role == "engine":
@@ -70,7 +71,8 @@ def _add_load(page: Page, load: Load, model: Mapping[str, str], is_fresh: bool) 
         for name, value in zip(ENGINE_GAUGES, gauges, strict=True):
             page.add(name, labels, value if is_fresh else 0.0)
         page.add("headrace:engine_stalled_seconds", labels, load.stalled_s if is_fresh else 0.0)
-    page.add_all((sample for sample in load.metrics if sample[0] not in ENGINE_GAUGES), labels)
+    rest = (sample for sample in load.metrics if sample[0] not in ENGINE_GAUGES)
+    page.add_all((sample for sample in rest if is_fresh or _family(sample[0])[1] != "gauge"), labels)
 
 
 def _family(sample: str) -> tuple[str, str]:

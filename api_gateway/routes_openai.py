@@ -85,7 +85,8 @@ async def _generate(
     gateway.require_ready()
     with gateway.admission.enter():
         body = await read_json_body(request)
-        asked = for_tenant(parse(body, gateway.limits), exchange.tenant)
+        isolated = gateway.settings.prefix_cache_isolation
+        asked = for_tenant(parse(body, gateway.limits), exchange.tenant, isolated=isolated)
         asked = with_deadline(asked, request)
         _note_ignored(request, asked.ignored)
         if asked.request_id is not None and not exchange.named:

@@ -138,12 +138,19 @@ def parse_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
     return DetokenizeRequest(read_token_ids(values["tokens"], "tokens", limits.vocab_size), ignored)
 
 
-def for_tenant(request: GenerationRequest, tenant: str) -> GenerationRequest:
-    """The request as it belongs to ``tenant``, whose cached prefixes are its own; "" is everybody."""
+def for_tenant(request: GenerationRequest, tenant: str, *, isolated: bool) -> GenerationRequest:
+    """The request as it belongs to ``tenant``; "" is everybody.
+
+    Args:
+        isolated: what a tenant has cached is its own, whatever salt another one sends.
+    """
     if not tenant:
         return request
     specs = [
-        dataclasses.replace(spec, tenant=tenant, cache_salt=f"{tenant}/{spec.cache_salt}") for spec in request.specs
+        dataclasses.replace(
+            spec, tenant=tenant, cache_salt=f"{tenant}/{spec.cache_salt}" if isolated else spec.cache_salt
+        )
+        for spec in request.specs
     ]
     return dataclasses.replace(request, specs=specs)
 

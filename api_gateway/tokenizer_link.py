@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,12 +76,8 @@ class TokenizerLinks:
         self._heard_at = self._clock()
         self.card: ModelCard | None = None
         """Of the model that the tokenizers serve, as last heard."""
-        self.parent = Parent(
-            send=self._send,
-            clock=self._clock,
-            timers=Timers(settings.beat_s, settings.lease_s),
-            events=self,
-        )
+        self._timers = Timers(settings.beat_s, settings.lease_s)
+        self.parent = Parent(send=self._send, clock=self._clock, timers=self._timers, events=self)
         self.calls = Calls(self._send, self._ready_names, settings.beat_s)
 
     async def start(self) -> None:
@@ -226,7 +223,27 @@ class TokenizerLinks:
         return hello.ready and hello.card is not None and self._is_fresh(peer)
 
     def _ready_names(self) -> list[str]:
-        return [name for name, peer in self._peers.items() if self._is_ready(peer)]
+        return [name for name, peer in self._peers.items() if peer.connector.connected and self._is_ready(peer)]
+
+    # -- connections -------------------------------------------------------------------------------------------------
+
+    def _on_connection(self, name: str, connected: bool) -> None:
+        """A tokenizer that was killed closes its connection, and one that was started says who it is when asked."""
+        peer = self._peers[name]
+        if connected:
+            peer.connector.send(self._hello(peer.complaint))
+            self.parent.reached(name)
+            self.parent.flush()
+        else:
+            asyncio.get_running_loop().call_later(self._timers.blip_s, self._after_blip, name)
+
+    def _after_blip(self, name: str) -> None:
+        peer = self._peers.get(name)
+        if peer is not None and not peer.connector.connected:
+            log.warning("lost the connection to a tokenizer", endpoint=name)
+            self.parent.lost(name)
+            self.calls.lost(name)
+            self.parent.flush()
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -277,7 +294,13 @@ class TokenizerLinks:
             self._peers.pop(gone).close()
         for endpoint in endpoints:
             if endpoint not in self._peers:
-                connector = Connector(endpoint, identity=self._identity, boot=self._boot, curve=self._curve)
+                connector = Connector(
+                    endpoint,
+                    identity=self._identity,
+                    boot=self._boot,
+                    curve=self._curve,
+                    on_connection=functools.partial(self._on_connection, endpoint),
+                )
                 peer = self._peers[endpoint] = _Peer(connector, self._on_message)
                 peer.pump.start()
         self.parent.set_children(self._peers)

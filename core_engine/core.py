@@ -11,20 +11,17 @@ from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.limits import sequence_limit
 from core_engine.metrics import EngineMetrics
 from core_engine.queues import QUEUES
-from core_engine.replica import Replica
+from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Request, Sequence
 from core_engine.routing import Router
 from core_engine.scheduler import Scheduler, SchedulerConfig
 from core_engine.settle import Settled, StopTable, settle
 from core_engine.slot_table import SlotTable
-from core_engine.step_record import StepRecord
+from core_engine.step_record import StepRecord, StepTiming
 from core_engine.step_time import CPU_COSTS, StepTimeModel
+from core_engine.suspects import Suspects
 from shared.errors import ErrorCode, ProtocolError, RequestError
 from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
-
-MOST_STRIKES = 3
-CLEAR_TOKENS = 3
-"""A sequence that got on by this many tokens between two losses of a worker caused neither."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +57,10 @@ class EngineCore:
         metrics: EngineMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
         recorder: Callable[[StepRecord], None] | None = None,
+        timer: Callable[[StepTiming], None] | None = None,
     ) -> None:
         self.config = config
+        self._timer = timer
         self.clock = clock
         self.metrics = metrics or EngineMetrics(config.scheduler.max_model_len)
         self.waiting = QUEUES[config.policy]()
@@ -71,10 +70,12 @@ class EngineCore:
         self.on_first_token: Callable[[Sequence], None] = lambda sequence: None
         """Called in ``settle`` for a sequence whose prompt is computed."""
         self.stops = StopTable(config.vocab_size)
+        self.suspects = Suspects(self.metrics)
         self.scheduler = Scheduler(
             config.scheduler,
             self.waiting,
             Router(self.replicas, Admission(config.watermark)),
+            self.suspects,
             clock=clock,
             metrics=self.metrics,
             recorder=recorder,
@@ -189,12 +190,15 @@ class EngineCore:
         sequence.num_generated = 0 if sequence.silent else self._length_of(sequence) - sequence.prompt_len
         self.stops.remove(sequence.request.stop_ids)
         if sequence.request.finished:
+            self.suspects.forget(sequence.request)
             self.metrics.finished(sequence.request)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def plan(self, replica: Replica) -> Step | None:
         """The next step for a replica with credit left; None: no credit, or nothing to compute."""
+        if self.suspects.requests:
+            self.suspects.update(self.replicas)
         if len(replica.window) >= self.config.steps_in_flight + self._more_steps(replica):
             return None
         return self.scheduler.plan(replica)
@@ -222,6 +226,8 @@ class EngineCore:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
                 self.on_first_token(sequence)
+        if self._timer is not None:
+            self._timer(_timing(replica, step, result, self.clock()))
         replica.progress_at = self.clock()
         replica.last_compute_s = result.compute_s
         replica.compute_s += result.compute_s
@@ -253,6 +259,7 @@ class EngineCore:
         target = self.scheduler.config.chunk_target
         step_time = StepTimeModel(CPU_COSTS if target is None else target.prior)
         self.replicas.append(Replica(name, epoch, kv, slots, self.waiting, step_time, self.clock()))
+        self.metrics.epochs.inc()
         refused: list[tuple[Sequence, RequestError]] = []
         for sequence in list(self.waiting):
             try:
@@ -264,18 +271,36 @@ class EngineCore:
                 refused.append((sequence, error))
         return refused
 
-    def end_epoch(self, replica: Replica) -> list[Sequence]:
+    def end_epoch(self, replica: Replica, *, blames: bool = True) -> Request | None:
         """A worker is lost: its sequences wait again, in order, with the tokens that they have.
 
+        Args:
+            blames: a request that was aboard may be the cause.
+
         Returns:
-            Sequences that were aboard ``MOST_STRIKES`` such losses in a row without getting on; they are yours to end.
+            A suspect that this convicts (``core_engine.suspects``); it is yours to end.
         """
         aboard = {slot for step in replica.window for slot in step.rows.tolist()}
         struck = [replica.slots.sequence_at(slot) for slot in aboard if not replica.slots.ended[slot]]
         replica.evacuate()
         self.replicas.remove(replica)
-        for sequence in struck:
-            length = len(sequence.tokens)
-            sequence.strikes = 1 if length >= sequence.struck_at + CLEAR_TOKENS else sequence.strikes + 1
-            sequence.struck_at = length
-        return [sequence for sequence in struck if sequence.strikes >= MOST_STRIKES]
+        return self.suspects.struck(struck if blames else (), replica, self.replicas)
+
+
+def _timing(replica: Replica, step: StepInFlight, result: StepResult, now: float) -> StepTiming:
+    """Of a step that has just left the window."""
+    load = step.load
+    return StepTiming(
+        replica=replica.name,
+        epoch=replica.epoch.counter,
+        step=step.number,
+        settled_at=now,
+        wall_s=now - replica.progress_at,
+        compute_s=result.compute_s,
+        predicted_s=step.predicted_s,
+        num_tokens=load.tokens,
+        context=load.context,
+        pairs=load.pairs,
+        is_prefill=load.is_prefill,
+        num_in_flight=len(replica.window),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -14,6 +14,7 @@ from core_engine.frontend_link import FrontendLink
 from core_engine.replica import Replica
 from core_engine.settle import Settled
 from core_engine.step_record import StepLog
+from core_engine.suspects import CONVICT
 from core_engine.worker_link import WorkerLink
 from shared.config import Settings
 from shared.errors import ErrorCode, ProtocolError, RequestError, StartupError
@@ -54,7 +55,7 @@ class Engine:
         self._failure = ""
         self._clock = RunningClock(time.monotonic)
         self._step_log = StepLog(settings.step_log) if settings.step_log else None
-        self.core = EngineCore(self.config.core, clock=time.monotonic, recorder=self._step_log)
+        self.core = EngineCore(self.config.core, clock=time.monotonic, recorder=self._step_log, timer=self._step_log)
         timers = Timers(settings.beat_s, settings.lease_s)
         self.workers = WorkerLink(
             settings.listen_workers or DEFAULT_WORKERS_ENDPOINT,
@@ -116,6 +117,7 @@ class Engine:
             self.frontends.drain()
         if self.workers.listener in ready:
             self._settle()
+        self.frontends.expire()
         for replica in list(self.core.replicas):
             while replica in self.core.replicas and (step := self.plan(replica)) is not None:
                 self.workers.send(replica, step)
@@ -180,11 +182,13 @@ class Engine:
         self.frontends.announce()
         return self.core.replicas[-1]
 
-    def _end_epoch(self, replica: Replica, reason: str) -> None:
+    def _end_epoch(self, replica: Replica, reason: str, on_the_way: bool) -> None:
         self._deliver()
-        for sequence in self.core.end_epoch(replica):
-            words = f"the worker failed again and again while it computed this request: {reason}"
-            self.frontends.fail(sequence, RequestError(words, code=ErrorCode.INTERNAL))
+        convicted = self.core.end_epoch(replica, blames=not on_the_way)
+        if convicted is not None:
+            log.error("a request is ended because workers are lost when they compute it", request_id=convicted.rid)
+            words = f"the request was stopped: {CONVICT} times a worker was lost that computed nothing else: {reason}"
+            self.frontends.fail(convicted.sequences[-1], RequestError(words, code=ErrorCode.POISON))
         self.frontends.announce()
 
     def _on_leaving(self) -> None:
@@ -207,8 +211,8 @@ class Engine:
 
     # -- links -----------------------------------------------------------------------------------------------------
 
-    def _listener(self, endpoint: str, on_malformed: Callable[[str, ProtocolError], None] | None = None) -> Listener:
-        return Listener(endpoint, boot=self._boot, curve=self._curve, on_malformed=on_malformed)
+    def _listener(self, endpoint: str, **hears: Any) -> Listener:
+        return Listener(endpoint, boot=self._boot, curve=self._curve, **hears)
 
     def _hello(self, peer: Hello | None) -> Hello:
         """What the engine says of itself, to ``peer`` if it spoke first."""

@@ -45,16 +45,7 @@ def load_engine_config(settings: Settings) -> EngineConfig:
     model = load_model_config(source)
     max_model_len = resolve_max_model_len(model, settings.max_model_len)
     scheduler = scheduler_for(settings, max_model_len, settings.device)
-    core = CoreConfig(
-        scheduler=scheduler,
-        vocab_size=model.vocab_size,
-        block_size=settings.block_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        watermark=settings.watermark,
-        steps_in_flight=settings.steps_in_flight,
-        max_num_queued_reqs=settings.max_num_queued_reqs,
-        max_num_queued_tokens=settings.max_num_queued_tokens,
-    )
+    core = core_config_for(settings, scheduler, model.vocab_size)
     worker = WorkerConfig(
         model=str(source.path),
         dtype=settings.dtype,
@@ -74,6 +65,21 @@ def load_engine_config(settings: Settings) -> EngineConfig:
     )
     card = ModelCard(source.name, model_digest(model, source), model.vocab_size, max_model_len)
     return EngineConfig(card, model.eos_token_ids, core, worker)
+
+
+def core_config_for(settings: Settings, scheduler: SchedulerConfig, vocab_size: int) -> CoreConfig:
+    """What the settings say to the bookkeeping, beside the limits of a step."""
+    return CoreConfig(
+        scheduler=scheduler,
+        vocab_size=vocab_size,
+        block_size=settings.block_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        eviction=settings.prefix_cache_policy,
+        watermark=settings.watermark,
+        steps_in_flight=settings.steps_in_flight,
+        max_num_queued_reqs=settings.max_num_queued_reqs,
+        max_num_queued_tokens=settings.max_num_queued_tokens,
+    )
 
 
 def _num_token_ids(source: ModelSource, vocab_size: int) -> int | None:

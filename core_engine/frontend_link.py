@@ -8,11 +8,12 @@ import numpy as np
 import structlog
 
 from core_engine.core import EngineCore
+from core_engine.deadlines import Deadlines
 from core_engine.metrics import kv_usage
 from core_engine.request import Request, Sequence, stop_ids_of
 from core_engine.settle import Settled
 from core_engine.stall import StallWatch
-from shared.errors import RequestError
+from shared.errors import ErrorCode, RequestError
 from shared.hop import ENGINE, EngineChild, Log, RunningClock, Timers
 from shared.hop import Request as HopRequest
 from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, PromptInfo, TokenSpec
@@ -52,6 +53,7 @@ class FrontendLink:
         self._make_hello = make_hello
         self._num_requests = 0
         self._stall = StallWatch(core, clock)
+        self._deadlines = Deadlines(core.clock)
         self._peers: dict[str, float] = {}
         """Identity, when it last said Hello."""
         self._load: Load | None = None
@@ -81,6 +83,12 @@ class FrontendLink:
         self.child.append_rows(logs, settled.rows, settled.tokens, settled.records)
         for sequence in settled.finished:
             self._finish(sequence)
+
+    def expire(self) -> None:
+        """End requests whose time is over; call it before each plan, which is then for none of them."""
+        for request in self._deadlines.expired():
+            error = RequestError("the request was not done within its timeout", code=ErrorCode.TIMEOUT)
+            self.fail(request.sequences[-1], error)
 
     def flush(self) -> None:
         """One TokenDelta to each front end that has news."""
@@ -116,6 +124,7 @@ class FrontendLink:
             self._refuse(request, error)
             return
         self.child.accept(request, len(accepted.prompt))
+        self._keep_deadline(request)
 
     def replaced(self, old: Log, new: Log) -> None:
         if isinstance(old.context, Sequence):
@@ -132,6 +141,7 @@ class FrontendLink:
                 self.core.rename(item.context, item.handle)
         if isinstance(request.context, Request):
             self.child.accept(request, len(request.context.prompt))
+            self._keep_deadline(request)
 
     def unwanted(self, item: Log) -> None:
         if isinstance(item.context, Sequence):
@@ -181,6 +191,10 @@ class FrontendLink:
             item.context, sequence.context, sequence.handle = sequence, item, item.handle
             if sequence.finish_reason is not None:
                 self._finish(sequence)
+
+    def _keep_deadline(self, request: HopRequest) -> None:
+        if request.spec.deadline_s is not None and not request.context.finished:
+            self._deadlines.set(request.context, request.spec.deadline_s)
 
     def _check_ids(self, ids: Int32, param: str) -> None:
         vocab_size = self.core.config.vocab_size

@@ -63,6 +63,9 @@ class EngineMetrics:
         self.chunk_limit = registry.gauge("headrace:prefill_chunk_limit_tokens")
         """Most prefill tokens that the last step with decode rows could take within ``--target-itl-ms``."""
         self._time_ratio = registry.histogram("headrace:step_time_measured_to_predicted_ratio", RATIOS)
+        self.epochs = registry.counter("headrace:epochs")
+        self.suspects = registry.gauge("headrace:suspects")
+        self.convicted = registry.counter("headrace:requests_convicted")
         self.stale_messages = registry.gauge("headrace:stale_messages")
         """Messages of an old epoch that were dropped."""
         self.malformed_messages = registry.gauge("headrace:malformed_messages")

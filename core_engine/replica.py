@@ -12,7 +12,7 @@ import numpy as np
 
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.queues import WaitingQueue
-from core_engine.request import Exit, Sequence
+from core_engine.request import Exit, Request, Sequence
 from core_engine.slot_table import Slots, SlotTable
 from core_engine.step_time import StepLoad, StepTimeModel
 from shared.messages import Epoch
@@ -55,6 +55,8 @@ class Replica:
         self.step_time = step_time
         self.leaving = False
         """Its worker was asked to stop: it admits nothing more."""
+        self.reserved_for: Request | None = None
+        """The suspect that runs here alone."""
         self.progress_at = now
         """When the window was last empty, or a step was settled."""
         self.window: deque[StepInFlight] = deque()

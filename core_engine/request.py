@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ class Request:
     """Lower is served first and preempted last."""
     cache_salt: str = ""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
+    deadline: float = math.inf
+    """When it ends, whatever it is waiting for."""
+    strikes: int = 0
+    """Losses of a worker in a row that it was aboard."""
+    strikes_alone: int = 0
+    """Those in which nothing else was."""
 
     @property
     def finished(self) -> bool:
@@ -77,7 +84,6 @@ class Sequence:
         "scheduled_at",
         "slot",
         "stop_reason",
-        "strikes",
         "struck_at",
         "tokens",
     )
@@ -110,10 +116,9 @@ class Sequence:
         asked for, or somebody has them already."""
         self.resting = False
         """Nobody renews it: it gives its slot back and does not wait for one."""
-        self.strikes = 0
-        """Failures of a worker in a row that it was aboard."""
-        self.struck_at = 0
-        """Tokens that it had at the last of them."""
+        self.struck_at = len(self.tokens)
+        """Tokens that it had when a worker was last lost with a choice of its request, or when its turn as a suspect
+        began."""
         self.handle = 0
         """What the front end calls the request at present."""
         self.context: Any = None

@@ -59,7 +59,7 @@ class Prospect:
         """Sequences that run there, or were placed there."""
         self._context = int(slots.num_tokens[decoding].sum())
         self._room = min(config.max_num_seqs - self.num_rows, slots.num_free)
-        if replica.num_draining_preemptions or replica.leaving:
+        if replica.num_draining_preemptions or replica.leaving or replica.reserved_for is not None:
             self._room = 0
         self._num_free = replica.kv.pool.num_free
         self._growth: float | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from core_engine.routing import Router
 from core_engine.slot_table import Slots
 from core_engine.step_record import RowRecord, StepRecord
 from core_engine.step_time import StepLoad
+from core_engine.suspects import Suspects
 from shared.messages import Int32, SlotInit, Step
 
 _NOTHING: Int32 = np.empty(0, np.int32)
@@ -68,6 +69,7 @@ class Scheduler:
         config: SchedulerConfig,
         waiting: WaitingQueue,
         router: Router,
+        suspects: Suspects,
         *,
         clock: Callable[[], float] = time.monotonic,
         metrics: EngineMetrics,
@@ -76,6 +78,7 @@ class Scheduler:
         self.config = config
         self.waiting = waiting
         self.router = router
+        self.suspects = suspects
         self.admission = router.admission
         self._clock = clock
         self._metrics = metrics
@@ -223,14 +226,18 @@ class Scheduler:
 
         None of them has to wait for another choice of its request, whose prompt it will find in the cache.
         """
-        if len(self.router.replicas) > 1:
-            yield from self.router.sequences_for(replica, self.waiting, self.config, self._clock())
+        if len(self.router.replicas) > 1 and replica.reserved_for is None:
+            yield from self.router.sequences_for(replica, self._admissible(replica), self.config, self._clock())
             return
         while True:
-            sequence = next((each for each in self.waiting if not replica.kv.is_being_computed(each)), None)
+            waiting = self._admissible(replica)
+            sequence = next((each for each in waiting if not replica.kv.is_being_computed(each)), None)
             if sequence is None:
                 return
             yield sequence
+
+    def _admissible(self, replica: Replica) -> Iterable[Sequence]:
+        return self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting
 
     def _place(self, replica: Replica, draft: _Draft, sequence: Sequence, num_cached: int) -> None:
         self.waiting.remove(sequence)

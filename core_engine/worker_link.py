@@ -10,7 +10,8 @@
                  ◀───────── Dismissed(epoch)
 
 An epoch ends when the worker's boot changes, it says that it failed, a frame or number is wrong, a message cannot be
-sent, or nothing is settled for too long. Its replica is given up, and its sequences wait again.
+sent, or nothing is settled for too long. Its replica is given up, and its sequences wait again. Steps and results that
+were under way on a lost connection are lost, so one that is soon back is a new epoch, too.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 MOST_AT_ONCE = 64
 """Messages that are taken from the socket in one turn of the loop."""
 LONGEST_BACK_OFF_S = 10.0
-LATE_BEATS = 5
-"""A worker that owes a result is probed more often for so long, so that a dead one's requests soon go on elsewhere."""
+SILENT_BEATS = 2
+"""A worker that says nothing for so long is probed. That it is gone shows when a message to it cannot be sent."""
 STEPS, RESULTS = "/steps", "/results"
 
 
@@ -61,7 +62,8 @@ class WorkerLink:
     Args:
         begin: a worker is ready; makes its replica.
         on_leaving: a replica admits nothing more.
-        end: an epoch with a replica is over.
+        end: an epoch with a replica is over, for what reason, and whether that lies in messages on their way: then no
+            request is to blame.
     """
 
     def __init__(
@@ -74,12 +76,12 @@ class WorkerLink:
         beat_s: float,
         step_timeout_s: float,
         begin: Callable[[str, Ready], Replica],
-        end: Callable[[Replica, str], None],
+        end: Callable[[Replica, str, bool], None],
         on_leaving: Callable[[], None],
         make_hello: Callable[[Hello | None], Hello],
         make_listener: Callable[..., Listener],
     ) -> None:
-        self.listener = make_listener(endpoint, on_malformed=self._on_malformed)
+        self.listener = make_listener(endpoint, on_malformed=self._on_malformed, on_disconnected=self._on_disconnected)
         self.workers: dict[str, Worker] = {}
         self.stale = 0
         """Messages of an old epoch that were dropped."""
@@ -93,6 +95,8 @@ class WorkerLink:
         self._on_leaving = on_leaving
         self._make_hello = make_hello
         self._counter = itertools.count(1)
+        self._doubtful = False
+        """Somebody's connection was lost since the last tick."""
 
     @property
     def status(self) -> str:
@@ -129,7 +133,8 @@ class WorkerLink:
                 case WorkerFailed() as failed:
                     worker = self._of_epoch(received.peer, failed.epoch)
                     if worker is not None:
-                        self._new_epoch(worker, f"it failed in step {failed.number}: {failed.reason}")
+                        reason = f"it failed in step {failed.number}: {failed.reason}"
+                        self._new_epoch(worker, reason, on_the_way=failed.on_the_way)
                 case _:
                     self._on_malformed(received.peer, ProtocolError("not a message of a worker"))
         return [(replica, result) for replica, result in results if self._worker_of(replica) is not None]
@@ -161,6 +166,9 @@ class WorkerLink:
     def tick(self) -> None:
         """Repeat Inits, probe silent workers, end stuck epochs, dismiss who leaves; call it several times a beat."""
         now = self._clock()
+        if self._doubtful:
+            self._doubtful = False
+            self._probe_all()
         for worker in list(self.workers.values()):
             if worker.leaving and (worker.replica is None or worker.replica.is_idle):
                 self._dismiss(worker)
@@ -171,20 +179,31 @@ class WorkerLink:
                         self.lose(worker, "it is not connected")
             elif worker.replica.window and now - worker.progress_at > self._step_timeout_s:
                 self._new_epoch(worker, f"no step was settled for {self._step_timeout_s:g} s")
-            elif now - worker.heard_at > self._silence_s(worker, now):
-                worker.heard_at = now
-                if not self.listener.send(worker.name + STEPS, self._make_hello(None)):
-                    self.lose(worker, "it is not connected")
+            elif now - worker.heard_at > SILENT_BEATS * self._beat_s:
+                self._probe(worker)
 
-    def _silence_s(self, worker: Worker, now: float) -> float:
-        """Silence after which a worker is probed. That it is gone shows when a message to it cannot be sent."""
-        owes = worker.replica is not None and len(worker.replica.window) > 0
-        is_late = owes and now - worker.progress_at < LATE_BEATS * self._beat_s
-        return self._beat_s / 4 if is_late else 2 * self._beat_s
+    def _on_disconnected(self) -> None:
+        """A worker may have been killed: ask which. The socket may learn of it a moment later than we: so the next tick
+        asks again, and for all connections that are lost until then."""
+        if not self._doubtful:
+            self._doubtful = True
+            self._probe_all()
+
+    def _probe_all(self) -> None:
+        for worker in list(self.workers.values()):
+            self._probe(worker)
+
+    def _probe(self, worker: Worker) -> None:
+        worker.heard_at = self._clock()
+        if not self.listener.send(worker.name + STEPS, self._make_hello(None)):
+            self.lose(worker, "it is not connected")
 
     def lose(self, worker: Worker, reason: str) -> None:
         """Forget a worker; it may come back with a Hello."""
-        log.warning("worker lost", worker=worker.name, epoch=worker.epoch.counter, reason=reason)
+        if worker.leaving and worker.replica is None:
+            log.info("worker has left", worker=worker.name, epoch=worker.epoch.counter)
+        else:
+            log.warning("worker lost", worker=worker.name, epoch=worker.epoch.counter, reason=reason)
         del self.workers[worker.name]
         self._give_up(worker, reason)
 
@@ -227,7 +246,7 @@ class WorkerLink:
         worker = self.workers.get(peer.removesuffix(STEPS).removesuffix(RESULTS))
         log.error("malformed message from a worker", worker=peer, error=str(error))
         if worker is not None:
-            self._new_epoch(worker, f"malformed message: {error}")
+            self._new_epoch(worker, f"malformed message: {error}", on_the_way=True)
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +262,7 @@ class WorkerLink:
         """Let a worker without work end. It is forgotten once it cannot be reached."""
         if worker.replica is not None:
             log.info("worker dismissed", worker=worker.name, epoch=worker.epoch.counter)
-            self._give_up(worker, "it was dismissed")
+            self._give_up(worker, "it was dismissed", on_the_way=True)
         if self._clock() >= worker.init_due:
             worker.init_due = self._clock() + self._beat_s
             if not self.listener.send(worker.name + STEPS, Dismissed(worker.epoch)):
@@ -254,9 +273,9 @@ class WorkerLink:
     def _next_epoch(self) -> Epoch:
         return Epoch(self._boot, next(self._counter))
 
-    def _new_epoch(self, worker: Worker, reason: str) -> None:
+    def _new_epoch(self, worker: Worker, reason: str, *, on_the_way: bool = False) -> None:
         log.warning("epoch over", worker=worker.name, epoch=worker.epoch.counter, reason=reason)
-        self._give_up(worker, reason)
+        self._give_up(worker, reason, on_the_way=on_the_way)
         if not worker.leaving:
             worker.epoch = self._next_epoch()
         delay = 0.0 if worker.failures < 2 else min(0.1 * 2**worker.failures, LONGEST_BACK_OFF_S)
@@ -271,10 +290,10 @@ class WorkerLink:
         worker.init_due = self._clock() + self._beat_s
         self.listener.send(worker.name + STEPS, Init(worker.epoch, self._config))
 
-    def _give_up(self, worker: Worker, reason: str) -> None:
+    def _give_up(self, worker: Worker, reason: str, *, on_the_way: bool = False) -> None:
         replica, worker.replica = worker.replica, None
         if replica is not None:
-            self._end(replica, reason)
+            self._end(replica, reason, on_the_way)
 
     def _of_epoch(self, peer: str, epoch: Epoch) -> Worker | None:
         """The worker, if the message is of its current epoch."""

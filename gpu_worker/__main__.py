@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from gpu_worker.device_lease import device_lease
 from gpu_worker.early_start import start_early
@@ -20,9 +21,9 @@ def main(settings: Settings) -> None:
     worker = Worker(settings, lease)
     install_signal_handlers(worker.stop)
     worker.run()
-    if worker.loading:
-        # The thread cannot be stopped, and the interpreter must not be taken down under it.
-        os._exit(EXIT_OK)
+    # A thread that loads, or waits for the device, cannot be stopped, and the interpreter must not go down under it.
+    sys.stderr.flush()
+    os._exit(EXIT_OK)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ hears of this worker at once.
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -47,6 +48,10 @@ SWITCH_INTERVAL_S = 1e-4
 LOADING_POLL_S = 0.02
 IDLE_S = 0.2
 """A worker without a step for this long may do what would hold up the next one."""
+SILENT_BEATS = 3
+"""An engine answers each sign of life; one that has said nothing for this many beats has no use for a worker."""
+OVERDUE_S = 5.0
+"""When a worker that should have left has not, whatever holds it up, the kernel ends it (SIGALRM)."""
 LAST_WORDS_S = 1.0
 """How long a worker that can never be ready repeats why, before it ends."""
 
@@ -73,6 +78,7 @@ class Worker:
         self._leave_by: float | None = None
         """When a worker that was asked to stop ends, whatever is left to compute."""
         self._dismissed = False
+        self._heard_at = time.monotonic()
         self._epoch: Epoch | None = None
         self._config: WorkerConfig | None = None
         """What the current epoch asks for."""
@@ -92,15 +98,11 @@ class Worker:
     def stop(self) -> None:
         """End ``run`` once what the engine sent is computed; may be called from a signal handler."""
         self._stopping = True
-
-    @property
-    def loading(self) -> bool:
-        """Whether a thread loads a model right now."""
-        return self._loading is not None and not self._loading.finished
+        signal.setitimer(signal.ITIMER_REAL, self._patience_s + OVERDUE_S)
 
     def run(self) -> None:
         """Serve until stopped. Then say so with each sign of life, and go on until the engine dismisses this worker, it
-        is gone, nothing runs here, or ``--shutdown-timeout`` is over.
+        is gone or answers no more, nothing runs here, or ``--shutdown-timeout`` is over.
 
         Raises:
             StartupError: the model can never be ready; the engine was told.
@@ -114,6 +116,7 @@ class Worker:
                 received = self._link.receive()
                 if received is not None:
                     self._handle(received.message)
+                    self._heard_at = time.monotonic()
                 elif not self._prepare():
                     poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
                 self._take_device()
@@ -144,9 +147,10 @@ class Worker:
         if step.epoch != self._epoch or self._failed:
             return
         if self._runner is None or self._loading is not None:
-            self._fail(step.number, "a step came before Ready")
+            self._fail(step.number, "a step came before Ready", on_the_way=True)
         elif step.number != self._next_step:
-            self._fail(step.number, f"step {step.number} came where step {self._next_step} was due")
+            reason = f"step {step.number} came where step {self._next_step} was due"
+            self._fail(step.number, reason, on_the_way=True)
         else:
             self._next_step += 1
             self._idle_from = time.monotonic() + IDLE_S
@@ -182,7 +186,7 @@ class Worker:
         return self._epoch is not None and epoch.boot == self._epoch.boot and epoch < self._epoch
 
     def _on_malformed(self, _peer: str, error: ProtocolError) -> None:
-        self._fail(self._next_step, f"a malformed frame came: {error}")
+        self._fail(self._next_step, f"a malformed frame came: {error}", on_the_way=True)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -195,6 +199,10 @@ class Worker:
             if self._serving and self._beats.connected:
                 log.info("leaving when what runs is done", seconds_at_most=self._patience_s)
         if not self._serving or self._dismissed or not self._beats.connected:
+            return True
+        silent_s = now - self._heard_at
+        if silent_s > SILENT_BEATS * self._beat_s and not self._link.readable:
+            log.warning("leaving an engine that does not answer", silent_s=round(silent_s, 1))
             return True
         if now < self._leave_by:
             return False
@@ -292,7 +300,13 @@ class Worker:
             boot=self._boot,
             curve=self._curve,
             on_malformed=self._on_malformed if link == "steps" else None,
+            on_connection=self._on_connection if link == "steps" else None,
         )
+
+    def _on_connection(self, connected: bool) -> None:
+        """An engine that was started again hears of this worker at once."""
+        if connected:
+            self._beats.beat_now()
 
     def _hello(self) -> Hello:
         ready = self._runner is not None and self._loading is None
@@ -309,10 +323,10 @@ class Worker:
             return loading.status
         return "waiting for the engine's Init" if self._lease.held else self._lease.status
 
-    def _fail(self, number: int, reason: str) -> None:
+    def _fail(self, number: int, reason: str, *, on_the_way: bool = False) -> None:
         """Tell the engine that this epoch is over, after the results of earlier steps; wait for a new Init."""
         if self._epoch is None or self._failed:
             return
         self._failed = True
         log.error("the epoch ends", step=number, reason=reason)
-        self._results.put(WorkerFailed(self._epoch, number, reason))
+        self._results.put(WorkerFailed(self._epoch, number, reason, on_the_way))

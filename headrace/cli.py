@@ -23,6 +23,7 @@ COMMANDS = {
     "complete": Command("headrace.complete:main", "continue a text on the terminal"),
     "chat": Command("headrace.chat:main", "talk with a model on the terminal"),
     "bench": Command("headrace.bench.main:main", "measure a server or an engine"),
+    "simulate": Command("headrace.simulate.main:main", "size a server: run a trace against a model of a GPU"),
     "run-batch": Command("headrace.run_batch:main", "answer the requests of an OpenAI batch file"),
     "fetch": Command("headrace.fetch:main", "download a model of the Hugging Face hub into the local cache"),
     "tune": Command("headrace.tune:main", "measure a model's matrix products on the GPU for later starts"),

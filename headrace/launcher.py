@@ -16,6 +16,7 @@ from headrace.client import base_url, readiness
 from headrace.run_dir import RunDir
 from headrace.supervisor import Program, RestartPolicy, Supervisor, python_argv
 from shared.config import ENGINE, ENV_PREFIX, GATEWAY, SERVICES, TOKENIZER, WORKER, Settings, parse_settings
+from shared.endpoints import ipc_path
 from shared.errors import StartupError
 from shared.lifecycle import EXIT_CONFIG, watch_parent
 from shared.logging import get_logger, setup_logging
@@ -75,12 +76,12 @@ class Launcher:
         source = resolve_model(settings.model, settings.revision)
         run_dir = RunDir(settings.run_dir)
         try:
-            return asyncio.run(self._supervise(settings, programs(settings, source, run_dir)))
+            return asyncio.run(self._supervise(settings, programs(settings, source, run_dir), run_dir))
         finally:
             run_dir.close()
 
-    async def _supervise(self, settings: Settings, to_run: Sequence[Program]) -> int:
-        supervisor = Supervisor(to_run, RestartPolicy.of(settings))
+    async def _supervise(self, settings: Settings, to_run: Sequence[Program], run_dir: RunDir) -> int:
+        supervisor = Supervisor(to_run, RestartPolicy.of(settings), run_dir=run_dir)
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             # nohup means: not even then.
@@ -195,7 +196,9 @@ def _workers(settings: Settings) -> list[Settings]:
 def _program(service: str, settings: Settings, environ: Mapping[str, str], label: str, run_dir: RunDir) -> Program:
     grace_s = GRACE_S[service] + (settings.shutdown_timeout if service == GATEWAY else 0.0)
     argv = python_argv(service, *settings.to_argv(service))
-    return Program(label, argv, environ, grace_s, run_dir.heartbeat(label))
+    listens = {TOKENIZER: [settings.listen], ENGINE: [settings.listen, settings.listen_workers]}
+    sockets = tuple(pathlib.Path(ipc_path(endpoint)) for endpoint in listens.get(service, []) if endpoint)
+    return Program(label, argv, environ, grace_s, run_dir.heartbeat(label), sockets)
 
 
 def _model_argument(source: ModelSource) -> str:

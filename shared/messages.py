@@ -81,8 +81,9 @@ __all__ = [
     "WorkerFailed",
 ]
 
-PROTOCOL_VERSION = 1
-OLDEST_PROTOCOL = 1
+PROTOCOL_VERSION = 2
+"""1: without a checksum. 2: every message has one."""
+OLDEST_PROTOCOL = 2
 FINISHED = 2**31 - 1
 """``have`` of an acknowledgement: nobody needs more of this choice."""
 
@@ -393,6 +394,8 @@ class WorkerFailed:
     epoch: Epoch
     number: int
     reason: str
+    on_the_way: bool = False
+    """A message was lost or damaged on its way: no request is to blame."""
 
 
 @message(38)

@@ -11,16 +11,19 @@ Socket options, and why:
 - ``IMMEDIATE`` on connectors: nothing is queued for an address that is not connected. A restarted peer is not buried
   under stale messages, and the sender learns at once that nobody is there.
 - ``LINGER 0`` and finite high-water marks: a dead or stopped peer costs bounded memory and never holds up an exit.
+
+The kernel closes the connections of a process that ends, however it ends. A link whose owner wants to hear of that has
+a monitor: a second socket, which a ``Poller`` or ``Pump`` reads beside the link's own.
 """
 
 from __future__ import annotations
 
-import asyncio
 import atexit
+import contextlib
 import dataclasses
 import os
 import secrets
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -34,6 +37,7 @@ from shared.curve import CurveKeys, load_curve_keys, write_curve_keys
 from shared.endpoints import resolve
 from shared.errors import ProtocolError, StartupError
 from shared.messages import Message
+from shared.pump import Pump
 
 __all__ = [
     "Connector",
@@ -52,12 +56,10 @@ __all__ = [
 
 HIGH_WATER_MARK = 1000
 """Messages that a peer may leave unread before a send to it returns False."""
-RECONNECT_MS, RECONNECT_MAX_MS = 50, 1000
+RECONNECT_MS = 50
+"""Once to twice this time passes between two attempts to connect, however many have failed: one that is refused costs
+less than 0.1 ms, and every process that waits for a restarted one goes on at once."""
 MAX_IDENTITY_BYTES = 255
-PUMP_BATCH = 256
-"""Messages that a pump hands on before it lets the event loop run."""
-PUMP_S = 0.02
-"""Seconds after which it does so anyway: a message may hold rows for a thousand streams."""
 
 OnMalformed: TypeAlias = Callable[[str, ProtocolError], None]
 
@@ -98,11 +100,12 @@ class _Socket:
     malformed: int
     """Messages that arrived broken and were dropped."""
 
-    def __init__(self, kind: int, boot: int, on_malformed: OnMalformed | None, heartbeat_s: float | None) -> None:
+    def __init__(self, kind: int, boot: int, on_malformed: OnMalformed | None) -> None:
         self.boot = boot
         self.malformed = 0
         self.on_sent: Callable[[], None] | None = None
         self._on_malformed = on_malformed
+        self._monitor: zmq.Socket[bytes] | None = None
         self._socket = _context().socket(kind)
         options = {
             zmq.LINGER: 0,
@@ -110,14 +113,11 @@ class _Socket:
             zmq.RCVHWM: HIGH_WATER_MARK,
             zmq.MAXMSGSIZE: MAX_MESSAGE_BYTES,
             zmq.RECONNECT_IVL: RECONNECT_MS,
-            zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
             zmq.TCP_KEEPALIVE: 1,
             zmq.TCP_KEEPALIVE_IDLE: 10,
             zmq.TCP_KEEPALIVE_INTVL: 5,
             zmq.TCP_KEEPALIVE_CNT: 3,
         }
-        if heartbeat_s is not None:
-            options |= {zmq.HEARTBEAT_IVL: int(heartbeat_s * 1000), zmq.HEARTBEAT_TIMEOUT: int(heartbeat_s * 5000)}
         for option, value in options.items():
             self._socket.setsockopt(option, value)
 
@@ -127,13 +127,37 @@ class _Socket:
         return self._socket
 
     @property
+    def monitor(self) -> zmq.Socket[bytes] | None:
+        """For ``Poller`` and ``Pump``: when it is readable ``follow`` has something to do."""
+        return self._monitor
+
+    def _watch(self, events: int) -> None:
+        """Begin to hear of connections. Call it before there can be any."""
+        address = f"inproc://monitor-{secrets.token_hex(8)}"
+        self._socket.monitor(address, events)
+        self._monitor = _context().socket(zmq.PAIR)
+        # No limit: ZeroMQ's own thread, and with it every link, would wait until a full monitor is read.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        self._monitor.connect(address)
+
+    def follow(self) -> None:
+        """Tell the owner of what has become of connections."""
+        events = []
+        with contextlib.suppress(zmq.Again):
+            while self._monitor is not None:
+                event = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
+                events.append(int.from_bytes(event[:2], sys.byteorder))
+        if events:
+            self._socket.get(zmq.EVENTS)  # by which the socket takes up its new and its lost connections
+            self._heard(events)
+
+    def _heard(self, events: list[int]) -> None:
+        raise NotImplementedError
+
+    @property
     def readable(self) -> bool:
         """Whether a message waits. Reading it also re-arms the edge-triggered file descriptor."""
         return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
-
-    def fileno(self) -> int:
-        """The descriptor that signals *changes*; see ``Pump``."""
-        return int(self._socket.get(zmq.FD))
 
     def _transmit(self, frames: list[bytes]) -> bool:
         try:
@@ -168,6 +192,10 @@ class _Socket:
     def close(self) -> None:
         """Drop what was not sent, and close. May be called again."""
         self.on_sent = None
+        if self._monitor is not None:
+            self._socket.monitor(None, 0)
+            self._monitor.close(linger=0)
+            self._monitor = None
         self._socket.close(linger=0)
 
 
@@ -181,12 +209,14 @@ class Listener(_Socket):
         boot: int,
         curve: CurveKeys | None = None,
         insecure: bool = False,
-        heartbeat_s: float | None = None,
         on_malformed: OnMalformed | None = None,
+        on_disconnected: Callable[[], None] | None = None,
     ) -> None:
         """Bind. ``tcp://HOST:0`` takes a free port; ``self.endpoint`` says which.
 
         ``curve`` is used for tcp only. ``on_malformed(peer, error)`` hears of broken messages, which are dropped.
+        ``on_disconnected()`` is a hint that somebody's connection was lost, a stranger's perhaps: which peers can no
+        longer be sent to shows at the next send to them. ``Poller`` and ``Pump`` call it.
 
         Raises:
             StartupError: the endpoint is in use or cannot be bound, is too long, or is beyond this machine while
@@ -194,14 +224,17 @@ class Listener(_Socket):
         """
         curve = None if endpoints.is_ipc(endpoint) else curve
         endpoints.check_trust(endpoint, encrypted=insecure or curve is not None)
-        super().__init__(zmq.ROUTER, boot, on_malformed, heartbeat_s)
+        super().__init__(zmq.ROUTER, boot, on_malformed)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._domain: str | None = None
         self._file: tuple[str, int] | None = None
+        self._on_disconnected = on_disconnected
         try:
             if curve is not None:
                 self._require_curve(curve)
+            if on_disconnected is not None:
+                self._watch(zmq.EVENT_DISCONNECTED)
             self._bind(endpoint)
         except BaseException:
             self.close()
@@ -244,6 +277,10 @@ class Listener(_Socket):
                 return received
         return None
 
+    def _heard(self, events: list[int]) -> None:
+        if self._on_disconnected is not None:
+            self._on_disconnected()
+
     def close(self) -> None:
         super().close()
         if self._domain is not None:
@@ -265,10 +302,13 @@ class Connector(_Socket):
         boot: int,
         curve: CurveKeys | None = None,
         insecure: bool = False,
-        heartbeat_s: float | None = None,
         on_malformed: OnMalformed | None = None,
+        on_connection: Callable[[bool], None] | None = None,
     ) -> None:
         """``identity`` names this process to the listener: role and incarnation (``gateway/3f9a…``), ASCII.
+
+        ``on_connection(connected)`` hears when messages can be sent (after the CURVE handshake, if there is one), and
+        when the connection is lost. ``Poller`` and ``Pump`` call it.
 
         Raises:
             StartupError: the endpoint is malformed, or is beyond this machine while there are neither keys nor
@@ -281,8 +321,11 @@ class Connector(_Socket):
         endpoints.check_trust(endpoint, encrypted=insecure or curve is not None)
         if endpoints.is_ipc(endpoint):
             endpoints.ipc_path(endpoint)
-        super().__init__(zmq.DEALER, boot, on_malformed, heartbeat_s)
+        super().__init__(zmq.DEALER, boot, on_malformed)
         self.endpoint = endpoint
+        self.connected = False
+        """What ``on_connection`` was told last."""
+        self._on_connection = on_connection
         self._socket.setsockopt(zmq.ROUTING_ID, identity.encode())
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         try:
@@ -292,6 +335,8 @@ class Connector(_Socket):
                 self._socket.curve_serverkey = server
             if not endpoints.is_ipc(endpoint) and ":" in endpoints.parse_tcp(endpoint).host:
                 self._socket.setsockopt(zmq.IPV6, 1)
+            if on_connection is not None:
+                self._watch(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
@@ -312,6 +357,14 @@ class Connector(_Socket):
                 return received
         return None
 
+    def _heard(self, events: list[int]) -> None:
+        for event in events:
+            # A handshake that fails ends with DISCONNECTED, too.
+            connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if connected != self.connected and self._on_connection is not None:
+                self.connected = connected
+                self._on_connection(connected)
+
 
 _NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """As plain numbers: ``send_multipart`` combines its enum flags anew for each frame, which costs as much as the send."""
@@ -325,75 +378,31 @@ class Poller:
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._links: dict[zmq.Socket[bytes], Link] = {}
+        self._monitored: dict[zmq.Socket[bytes], Link] = {}
 
     def register(self, link: Link) -> None:
         self._links[link.socket] = link
         self._poller.register(link.socket, zmq.POLLIN)
+        if link.monitor is not None:
+            self._monitored[link.monitor] = link
+            self._poller.register(link.monitor, zmq.POLLIN)
 
     def unregister(self, link: Link) -> None:
+        """Call it before the link is closed."""
         del self._links[link.socket]
         self._poller.unregister(link.socket)
+        if link.monitor is not None:
+            del self._monitored[link.monitor]
+            self._poller.unregister(link.monitor)
 
     def poll(self, timeout_s: float) -> list[Link]:
-        """The links that have messages, after at most that time (0: at once)."""
-        return [self._links[socket] for socket, _ in self._poller.poll(max(0, round(timeout_s * 1000)))]
-
-
-class Pump:
-    """Hands the messages of one link to a callback on an asyncio event loop.
-
-    ZeroMQ's descriptor is edge-triggered: it signals that the socket's state *changed*, and any call on the socket,
-    a send included, may swallow that signal. So after each signal and after each send the state itself is read, until
-    nothing is left. A batch is bounded, in number and time, so that a flood does not starve the loop.
-    """
-
-    def __init__(self, link: Link, on_message: Callable[[Received], None]) -> None:
-        self._link = link
-        self._on_message = on_message
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._fd = -1
-        self._scheduled = False
-
-    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Begin; ``loop`` defaults to the running one."""
-        self._loop = loop or asyncio.get_running_loop()
-        self._fd = self._link.fileno()
-        self._loop.add_reader(self._fd, self._drain)
-        self._link.on_sent = self._schedule
-        self._schedule()
-
-    def stop(self) -> None:
-        """End; call it before the link is closed. May be called again."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._fd)
-            self._link.on_sent = None
-            self._loop = None
-
-    def _schedule(self) -> None:
-        if not self._scheduled and self._loop is not None:
-            self._scheduled = True
-            self._loop.call_soon(self._drain_scheduled)
-
-    def _drain_scheduled(self) -> None:
-        self._scheduled = False
-        self._drain()
-
-    def _drain(self) -> None:
-        end = time.monotonic() + PUMP_S
-        for _ in range(PUMP_BATCH):
-            if self._loop is None or not self._link.readable:
-                return
-            received = self._link.receive()
-            if received is None:
-                continue
-            try:
-                self._on_message(received)
-            except BaseException:
-                self._schedule()  # the loop reports the error; the messages behind it must not wait for a signal
-                raise
-            if time.monotonic() >= end:
-                break
-        self._schedule()
+        """The links that have messages, after at most that time (0: at once), or earlier if a connection has changed:
+        then ``on_connection`` or ``on_disconnected`` was called."""
+        ready = [socket for socket, _ in self._poller.poll(max(0, round(timeout_s * 1000)))]
+        for socket in ready:
+            if (link := self._monitored.get(socket)) is not None:
+                link.follow()
+        return [self._links[socket] for socket in ready if socket in self._links]
 
 
 # -- this process's ZeroMQ -------------------------------------------------------------------------------------------

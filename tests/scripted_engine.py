@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 
 from runner_harness import make_step, slot_init
 
-from shared.messages import Epoch, Hello, Init, Ready, StepResult, WorkerConfig
+from shared.config import ENGINE
+from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Epoch, Hello, Init, Ready, StepResult, WorkerConfig
 from shared.transport import Listener, Poller, new_boot
 
 ROOT = Path(__file__).parents[1]
 PROMPT = [7, 30, 200, 14, 90, 11]
 MODULE = ("-m", "gpu_worker")
+HELLO = Hello(ENGINE, "scripted", OLDEST_PROTOCOL, PROTOCOL_VERSION, True, None)
 M = TypeVar("M")
 
 
@@ -63,10 +65,24 @@ class ScriptedEngine:
                 if isinstance(message, kind) and when(message):
                     del self.inbox[index]
                     return peer, message
-            self.poller.poll(0.05)
-            while (received := self.link.receive()) is not None:
-                self.inbox.append((received.peer, received.message))
+            self._take()
         raise AssertionError(f"no {kind.__name__} within {seconds} s; got {self.inbox}")
+
+    def wait(self, seconds: float) -> int:
+        """The exit code of the worker, whose Hellos are answered as long as it runs."""
+        end = time.monotonic() + seconds
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < end, f"it runs after {seconds} s"
+            self._take()
+        return code
+
+    def _take(self) -> None:
+        """Receive what comes within a moment, and answer Hellos, as an engine that is well does."""
+        self.poller.poll(0.05)
+        while (received := self.link.receive()) is not None:
+            self.inbox.append((received.peer, received.message))
+            if isinstance(received.message, Hello):
+                self.link.send(received.peer, HELLO)
 
     def begin(self, counter: int, config: WorkerConfig) -> Ready:
         """Init until Ready."""

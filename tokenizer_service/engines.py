@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
-from shared.hop.timers import Clock
+from shared.hop.timers import Clock, Timers
 from shared.links import speaks_our_protocol
 from shared.logging import get_logger
 from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Message, ModelCard
@@ -22,6 +23,8 @@ class _Engine:
         self.hello: Hello | None = None
         self.refusal: str | None = None
         self.heard_at = 0.0
+        self.lost = False
+        """Its connection was lost, and it has not said Hello since."""
 
 
 class Engines:
@@ -30,30 +33,33 @@ class Engines:
     Args:
         endpoints: addresses; a DNS name stands for all its addresses.
         card: of the model here; engines with another one are refused.
-        connect: makes a connection.
+        connect: makes a connection, which tells its second argument when it is there and when it is lost.
         on_message: gets every message of an engine.
+        on_connection: an engine is connected (True), or has been lost for longer than a blip.
         on_change: the set of engines that may get requests, or their readiness, has changed.
         clock: the process's running time.
-        silence_s: an engine that says nothing for this long is not ready.
+        timers: an engine that is silent for ``silence_s`` is not ready.
     """
 
     def __init__(
         self,
         endpoints: Sequence[str],
         card: ModelCard,
-        connect: Callable[[str], Connector],
+        connect: Callable[[str, Callable[[bool], None]], Connector],
         on_message: Callable[[Received], None],
+        on_connection: Callable[[str, bool], None],
         on_change: Callable[[], None],
         clock: Clock,
-        silence_s: float,
+        timers: Timers,
     ) -> None:
         self._endpoints = endpoints
         self._card = card
         self._connect = connect
         self._on_message = on_message
+        self._on_connection = on_connection
         self._on_change = on_change
         self._clock = clock
-        self._silence_s = silence_s
+        self._timers = timers
         self._engines: dict[str, _Engine] = {}
         self._log = get_logger()
 
@@ -79,7 +85,11 @@ class Engines:
     def is_ready(self, name: str) -> bool:
         engine = self._engines[name]
         says_so = engine.refusal is None and engine.hello is not None and engine.hello.ready
-        return says_so and self._clock() - engine.heard_at < self._silence_s
+        return says_so and self._clock() - engine.heard_at < self._timers.silence_s
+
+    def is_usable(self, name: str) -> bool:
+        """Whether requests should go to this one: it is ready, and its connection was not lost since it said so."""
+        return self.is_ready(name) and not self._engines[name].lost
 
     def send(self, name: str, message: Message) -> bool:
         """False: not now."""
@@ -87,10 +97,10 @@ class Engines:
         return engine is not None and engine.link.send(message)
 
     def greet(self, hello: Callable[[str | None], Hello], *, only_new: bool = False) -> None:
-        """Say Hello to all, or to those that have not answered yet; ``hello`` makes the message, with the reason if
-        that engine is refused."""
+        """Say Hello to all, or to those that have not answered yet, or not since they were lost; ``hello`` makes the
+        message, with the reason if that engine is refused."""
         for engine in self._engines.values():
-            if engine.hello is None or not only_new:
+            if engine.hello is None or engine.lost or not only_new:
                 engine.link.send(hello(engine.refusal))
 
     def heard(self, name: str, hello: Hello) -> None:
@@ -98,13 +108,27 @@ class Engines:
         engine = self._engines.get(name)
         if engine is None:
             return
-        before = (engine.refusal, self.is_ready(name))
+        before = (engine.refusal, self.is_usable(name))
         refusal = self._refusal(hello)
-        engine.hello, engine.refusal, engine.heard_at = hello, refusal, self._clock()
+        engine.hello, engine.refusal, engine.heard_at, engine.lost = hello, refusal, self._clock(), False
         if refusal is not None and refusal != before[0]:
             self._log.error("refused an engine", endpoint=name, reason=refusal)
-        if (refusal, self.is_ready(name)) != before:
+        if (refusal, self.is_usable(name)) != before:
             self._on_change()
+
+    def _heard_of(self, name: str, connected: bool) -> None:
+        """A connection is there, or was lost: at once, or only for a blip, in which nothing moves."""
+        if connected:
+            self._on_connection(name, True)
+        else:
+            asyncio.get_running_loop().call_later(self._timers.blip_s, self._after_blip, name)
+
+    def _after_blip(self, name: str) -> None:
+        engine = self._engines.get(name)
+        if engine is not None and not engine.link.connected:
+            self._log.warning("lost the connection to an engine", endpoint=name)
+            engine.lost = True
+            self._on_connection(name, False)
 
     async def refresh(self) -> None:
         """Look at DNS again: connect to new addresses, close those that are gone.
@@ -122,7 +146,7 @@ class Engines:
         for name in gone:
             self._close(self._engines.pop(name))
         for name in new:
-            link = self._connect(name)
+            link = self._connect(name, functools.partial(self._heard_of, name))
             self._engines[name] = _Engine(link, Pump(link, self._on_message))
             self._engines[name].pump.start()
         if gone or new:

@@ -9,8 +9,10 @@ Everything runs on one event loop; only texts are encoded in threads, and chats 
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import time
+from collections.abc import Callable
 
 from shared.config import Settings
 from shared.errors import StartupError
@@ -30,6 +32,8 @@ from tokenizer_service.requests import Requests
 from tokenizer_service.template_runner import TemplateRunner
 
 TICK_S = 0.1
+MOST_EARLY = 1000
+"""Messages of gateways that are kept until the model is loaded; what is dropped of more comes again with the beats."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,10 +68,13 @@ class TokenizerService:
         self._timers = Timers(settings.beat_s, max(settings.lease_s, settings.resume_window))
         self._stopping = asyncio.Event()
         self._flushing = False
+        self._checked = False
+        """Whether the chat templates can be used. Requests that live on need none, and do not wait for that."""
         self._was_ready = False
         self._log = get_logger()
         self._templates: TemplateRunner | None = None
         self._core: _Core | None = None
+        self._early: collections.deque[Received] = collections.deque(maxlen=MOST_EARLY)
 
     @property
     def endpoint(self) -> str:
@@ -102,13 +109,18 @@ class TokenizerService:
         model = await asyncio.get_running_loop().run_in_executor(None, load_model, self._settings)
         templates = TemplateRunner(model.vocabulary.chat_templates, model.vocabulary.special_tokens)
         self._templates = templates
-        await self._check_templates(templates)
         self._core = self._assemble(model, templates)
         self._log.info("tokenizer loaded", endpoint=self.endpoint, vocabulary=model.card.vocab_size)
         self._announce_defaults(model.sampling_defaults)
+        while self._early:
+            self._on_gateway(self._early.popleft())
+        await self._core.engines.refresh()
+        await self._check_templates(templates)
+        self._checked = True
         while True:
-            await self._core.engines.refresh()
+            self._announce()
             await asyncio.sleep(REFRESH_S)
+            await self._core.engines.refresh()
 
     async def _check_templates(self, templates: TemplateRunner) -> None:
         for name, words in (await templates.start()).items():
@@ -145,9 +157,10 @@ class TokenizerService:
             card,
             self._connect,
             self._on_engine,
+            self._on_engine_connection,
             self._on_engines_changed,
             self._clock,
-            self._timers.silence_s,
+            self._timers,
         )
         relay = requests.relay = Relay(
             send_up=self._listener.send,
@@ -159,9 +172,9 @@ class TokenizerService:
         calls = Calls(encoder, model.detokenizer, self._listener.send)
         return _Core(card, encoder, requests, relay, calls, engines)
 
-    def _connect(self, endpoint: str) -> Connector:
+    def _connect(self, endpoint: str, on_connection: Callable[[bool], None]) -> Connector:
         identity = f"tokenizer/{self._name}/{self._boot:016x}"
-        return Connector(endpoint, identity=identity, boot=self._boot, curve=self._curve)
+        return Connector(endpoint, identity=identity, boot=self._boot, curve=self._curve, on_connection=on_connection)
 
     async def _close(self) -> None:
         self._pump.stop()
@@ -180,7 +193,7 @@ class TokenizerService:
             self._gateways[received.peer] = self._clock()
             self._listener.send(received.peer, self._hello(protocol_refusal(message)))
         elif self._core is None:
-            return  # still loading: the parent repeats what matters
+            self._early.append(received)
         elif self._core.relay.receive_from_gateway(received.peer, received.boot, message):
             self._flush_soon()
         elif not self._core.calls.receive(received.peer, message):
@@ -196,13 +209,22 @@ class TokenizerService:
         elif isinstance(message, Load):
             self._send_to_gateways(message)
 
+    def _on_engine_connection(self, name: str, connected: bool) -> None:
+        assert self._core is not None
+        if connected:
+            self._core.engines.greet(self._hello)
+            self._core.relay.parent.reached(name)
+        else:
+            self._core.relay.parent.lost(name)
+        self._flush_soon()
+
     def _on_engines_changed(self) -> None:
         assert self._core is not None
         engines, parent = self._core.engines, self._core.relay.parent
         parent.set_children(engines.names)
         for name in engines.names:
-            parent.set_usable(name, engines.is_ready(name))
-        self._announce(engines.ready)
+            parent.set_usable(name, engines.is_usable(name))
+        self._announce()
         self._flush_soon()
 
     def _flush_soon(self) -> None:
@@ -236,12 +258,17 @@ class TokenizerService:
     def _beat(self, now: float) -> None:
         self._gateways = {peer: at for peer, at in self._gateways.items() if now - at < self._settings.lease_s}
         if self._core is not None:
-            if self._was_ready != self._core.engines.ready:
+            if self._was_ready != self._is_ready:
                 self._on_engines_changed()
             self._send_to_gateways(self._load_message(self._core))
 
-    def _announce(self, ready: bool) -> None:
+    @property
+    def _is_ready(self) -> bool:
+        return self._core is not None and self._checked and self._core.engines.ready
+
+    def _announce(self) -> None:
         """Tell the gateways at once when readiness changes."""
+        ready = self._is_ready
         if ready != self._was_ready:
             self._was_ready = ready
             self._log.info("ready" if ready else "not ready: no engine is")
@@ -258,11 +285,20 @@ class TokenizerService:
             name=self._name,
             oldest_protocol=OLDEST_PROTOCOL,
             protocol=PROTOCOL_VERSION,
-            ready=core is not None and core.engines.ready,
+            ready=self._is_ready,
             card=None if core is None else core.card,
             refusal=refusal,
-            status="loading the tokenizer" if core is None else core.engines.status,
+            status=self._status,
         )
+
+    @property
+    def _status(self) -> str:
+        """In words, while it is not ready."""
+        if self._is_ready:
+            return ""
+        if self._core is None:
+            return "loading the tokenizer"
+        return "compiling the chat templates" if self._core.engines.ready else self._core.engines.status
 
     def _load_message(self, core: _Core) -> Load:
         counts = core.requests.counts

@@ -213,7 +213,10 @@ class Session:
 
     async def _serve(self, to_run: Sequence[Program], endpoint: str) -> None:
         self._supervisor = Supervisor(
-            [self._telling(program) for program in to_run], RestartPolicy.of(self.settings), log=self._log
+            [self._telling(program) for program in to_run],
+            RestartPolicy.of(self.settings),
+            run_dir=self._run_dir,
+            log=self._log,
         )
         self.link = EngineLink(self.settings, endpoint, self._on_ready)
         self.link.start()

@@ -16,7 +16,7 @@ EARLIER_LIVES = 16
 class ChildLink:
     """One child as its parent sees it. ``name`` is its endpoint."""
 
-    __slots__ = ("aborts", "acks", "blocked_until", "boot", "demands", "earlier", "handles", "missed", "name", "usable")
+    __slots__ = ("aborts", "acks", "blocked_until", "boot", "demands", "earlier", "handles", "name", "usable")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,8 +35,6 @@ class ChildLink:
         self.demands: dict[Request, None] = {}
         """Requests with a gap: they are acknowledged with ``resync``."""
         self.blocked_until = 0.0
-        self.missed = 0
-        """Beats in a row that could not be sent to it."""
 
     @property
     def owed(self) -> bool:

@@ -40,8 +40,6 @@ from shared.messages import (
 
 MAX_ENTRIES = 1024
 """Requests in one Ack message."""
-MISSED_BEATS = 2
-"""Beats in a row that cannot be sent to a child before its requests move to another."""
 LAST_HANDLE = 2**31 - 2
 
 
@@ -165,6 +163,22 @@ class Parent:
         child = self.children.get(name)
         if child is not None:
             child.usable = usable
+
+    def reached(self, name: str) -> None:
+        """A child is connected, perhaps again: what waits for it goes out with the next ``flush``."""
+        child = self.children.get(name)
+        if child is not None:
+            child.blocked_until = 0.0
+
+    def lost(self, name: str) -> None:
+        """The connection to a child is gone, for longer than a blip: its requests move to another, if there is one. It
+        is not usable until ``set_usable`` says so."""
+        child = self.children.get(name)
+        if child is not None:
+            child.usable = False
+            if len(self.children) > 1:
+                for request in [request for request in child.handles.values() if _is_renewed(request)]:
+                    self._place(request, self._raised(request), move=True)
 
     def flush(self) -> None:
         """Send what is due: acknowledgements that do not wait, demands after a gap, Submits that nobody took."""
@@ -395,17 +409,8 @@ class Parent:
                     lower = lower_of(request)
                     entries.append(ack_entry(request, resync=not lower.heard, beat=True))
                     lower.heard = False
-            messages = [Ack(entries[i : i + MAX_ENTRIES]) for i in range(0, len(entries), MAX_ENTRIES)]
-            sent = all(self._send(child.name, message) for message in messages)
-            child.missed = 0 if sent else child.missed + 1
-            if child.missed >= MISSED_BEATS and len(self.children) > 1:
-                child.missed = 0
-                self._abandon(child)
-
-    def _abandon(self, child: ChildLink) -> None:
-        """Nothing can be sent to a child: do not wait until it counts as silent."""
-        for request in [request for request in child.handles.values() if _is_renewed(request)]:
-            self._place(request, self._raised(request), move=True)
+            for first in range(0, len(entries), MAX_ENTRIES):
+                self._send(child.name, Ack(entries[first : first + MAX_ENTRIES]))
 
     def _send_aborts(self, child: ChildLink) -> bool:
         """Without them a child would work on until the lease of what nobody wants ends."""

@@ -11,12 +11,15 @@ Clock = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timers:
-    """All in seconds; everything follows from the beat and the lease."""
+    """All in seconds; all but ``blip_s`` follow from the beat and the lease."""
 
     beat_s: float = 1.0
     """A parent acknowledges all its requests once a beat, which renews their leases."""
     lease_s: float = 20.0
     """A child drops what nobody has renewed for this long. It is also the time in which a client may resume."""
+    blip_s: float = 0.15
+    """A connection that is back within this time was not lost: two live processes need 0.1 s at most
+    (``shared.transport.RECONNECT_MS``)."""
 
     @property
     def silence_s(self) -> float:

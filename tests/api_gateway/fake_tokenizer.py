@@ -15,6 +15,8 @@ from shared.errors import ErrorCode
 from shared.hop import TOKENIZER, Child, Log, Request, RunningClock, Timers
 from shared.logprobs import pack_records, to_text_record
 from shared.messages import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
     Detokenize,
     Detokenized,
     End,
@@ -239,7 +241,8 @@ class FakeTokenizer:
 
     def _hello(self) -> Hello:
         status = "" if self.ready else "loading weights"
-        return Hello("tokenizer_service", "fake", 1, 1, self.ready, self.card, self.refusal, status)
+        protocols = OLDEST_PROTOCOL, PROTOCOL_VERSION
+        return Hello("tokenizer_service", "fake", *protocols, self.ready, self.card, self.refusal, status)
 
 
 def words_of(request: Request) -> list[str]:

@@ -186,6 +186,31 @@ async def test_each_key_has_prefixes_of_its_own(serve: Any) -> None:
     assert "one" not in specs[0].tenant
 
 
+async def test_keys_share_prefixes_where_they_are_told_to(serve: Any) -> None:
+    served = await serve(api_key=["one", "two"], prefix_cache_isolation=False)
+    for key, salt in (
+        ("one", {}),
+        ("two", {"cache_salt": ""}),
+        ("two", {"cache_salt": "s"}),
+        ("one", {"cache_salt": "s"}),
+    ):
+        body = {"prompt": "x", "max_tokens": 1, **salt}
+        await served.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"})
+    specs = [request.spec for request in served.tokenizer.requests]
+    assert [spec.cache_salt for spec in specs] == ["", "", "s", "s"]
+    assert specs[0].tenant == specs[3].tenant != specs[1].tenant == specs[2].tenant
+
+
+@pytest.mark.parametrize("keys", [[], ["one"]])
+async def test_an_empty_salt_is_none(serve: Any, keys: list[str]) -> None:
+    served = await serve(api_key=keys)
+    headers = {"Authorization": "Bearer one"} if keys else {}
+    for salt in ({}, {"cache_salt": ""}, {"cache_salt": None}):
+        await served.post("/v1/completions", {"prompt": "x", "max_tokens": 1, **salt}, headers=headers)
+    first, *others = [request.spec.cache_salt for request in served.tokenizer.requests]
+    assert others == [first, first]
+
+
 async def test_a_full_gateway_refuses(serve: Any) -> None:
     served = await serve(max_connections=2)
     held = [asyncio.create_task(served.post("/v1/completions", {"prompt": "hold"})) for _ in range(2)]

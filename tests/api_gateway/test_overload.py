@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,8 @@ from fake_tokenizer import until
 from test_streams import connect, events, request_bytes
 
 from api_gateway.departures import Departures
-from shared.messages import Load
+from shared.errors import ErrorCode
+from shared.messages import ErrorInfo, Load
 
 
 class Time:
@@ -89,6 +91,21 @@ async def test_a_request_ends_when_its_time_is_over(served: Any, prompt: str, st
     assert served.tokenizer.running == 0
     assert not served.gateway.links.parent.requests
     assert served.tokenizer.requests[0].spec.deadline_s == 0.3
+    assert await served.metric("headrace:gateway_timeouts_total") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engine_may_be_the_first_to_end_it(served: Any, stream: bool) -> None:
+    body = {"prompt": ["endless", "endless"], "max_tokens": 500, "timeout": 30, "stream": stream}
+    asked = asyncio.create_task(served.http.post(served.url + "/v1/completions", json=body))
+    await until(lambda: len(served.tokenizer.requests) == 2)
+    served.tokenizer.child.fail(served.tokenizer.requests[1], ErrorInfo(ErrorCode.TIMEOUT, "the time is over"))
+    async with await asked as answer:
+        data = await answer.read()
+    error = (events(data)[-1] if answer.status == 200 else json.loads(data))["error"]
+    assert (error["code"], error["message"]) == (408, "the request was not done within its timeout of 30 s")
+    await until(lambda: len(served.tokenizer.ended) == 2)
+    assert not served.gateway.links.parent.requests
     assert await served.metric("headrace:gateway_timeouts_total") == 1
 
 

@@ -233,13 +233,18 @@ async def test_metrics_page(served: Any) -> None:
     assert await served.metric("vllm:num_requests_running{") == 0
 
 
-async def test_gauges_of_a_silent_engine_are_zero(served: Any) -> None:
-    served.tokenizer.report(Load("engine/e1", 5, 3, 4, 0.25, []))
+async def test_gauges_of_a_silent_engine_are_zero_or_gone(served: Any) -> None:
+    worker = {"replica": "w1"}
+    samples = [("headrace:replica_requests_running", worker, 2.0), ("headrace:replica_steps_total", worker, 7.0)]
+    served.tokenizer.report(Load("engine/e1", 5, 3, 4, 0.25, samples))
     await until(lambda: list(served.gateway.links.loads()))
     assert await served.metric("vllm:num_requests_running") == 3
+    assert await served.metric("headrace:replica_requests_running") == 2
     await asyncio.sleep(6 * 0.2)
     assert await served.metric("vllm:num_requests_running") == 0
     assert await served.metric("vllm:kv_cache_usage_perc") == 0
+    assert await served.metric("headrace:replica_steps_total") == 7
+    assert "headrace:replica_requests_running" not in (await served.get("/metrics"))[1]
 
 
 async def test_draining(serve: Any) -> None:

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shared.config import ENGINE, GATEWAY, TOKENIZER, WORKER
+from tests.chaos.clients import Clients
 from tests.chaos.deployment import Deployment
-from tests.chaos.workload import STREAMS, Clients, Report, differences, make_requests
+from tests.chaos.workload import STREAMS, Report, Request, differences, make_requests
 
 BEAT_S, LEASE_S = 0.2, 6.0
 ENGINE_FLAGS = ("--batch-invariant", "--kv-cache-bytes=64M", "--num-gpu-blocks-override=256", "--step-timeout-s=20")
@@ -44,6 +45,8 @@ class Outcome:
     settle_s: float = 0.0
     """From the end of the last request to zero on all gauges."""
     resent: int = 0
+    resumed: int = 0
+    found_again: int = 0
     refused: int = 0
     wrong: list[str] = field(default_factory=list)
 
@@ -73,13 +76,14 @@ def run_once(deployment: Deployment, model: str, seed: int, baseline: dict[str, 
     expected = asyncio.run(clients_of(deployment).run(requests, RUN_LIMIT_S))
     undisturbed_s = time.monotonic() - began
     outcome = Outcome(seed, plan_faults(seed, deployment, undisturbed_s), undisturbed_s)
-    if expected.wrong or expected.resent:
+    if expected.wrong or expected.cut:
         outcome.wrong = [f"undisturbed: {words}" for words in expected.wrong or ["a connection closed"]]
         return outcome
     began = time.monotonic()
     report = asyncio.run(_disturbed(deployment, requests, outcome.faults))
     outcome.disturbed_s = time.monotonic() - began
-    outcome.resent, outcome.refused = report.resent, report.refused
+    outcome.resent, outcome.resumed = report.resent, report.resumed
+    outcome.found_again, outcome.refused = report.found_again, report.refused
     outcome.wrong = report.wrong + differences(expected.answers, report.answers)
     if len(report.answers) + len(report.wrong) != STREAMS:
         outcome.wrong.append(f"{len(report.answers)} of {STREAMS} requests were answered")
@@ -117,17 +121,23 @@ def warm_up(deployment: Deployment, model: str) -> dict[str, int]:
         counts = {name: max(count, counts[name]) for name, count in deployment.descriptors().items()}
     # Any process of a kind may be the one that was asked most.
     kinds = {kind: max(counts[name] for name in deployment.names(kind)) for kind in KINDS}
-    return {name: kinds[name.partition("/")[0]] for name in counts}
+    return {name: kinds[service.kind] for name, service in deployment.services.items()}
 
 
 def clients_of(deployment: Deployment) -> Clients:
     """Clients of all gateways of a deployment."""
-    gateways = deployment.names(GATEWAY)
-    urls = [deployment.url(i) for i in range(len(gateways))]
-    return Clients(urls, lambda i: len(deployment.services[gateways[i]].killed))
+    urls = [deployment.url(i) for i in range(len(deployment.ports))]
+
+    def life(gateway: int) -> object:
+        service = deployment.services[f"{GATEWAY}/{gateway}"]
+        # Until a killed process is gone it may still take a connection, and then reset it.
+        ends = service.dismissed or (service.process is not None and service.pid in service.killed)
+        return object() if ends else service.starts
+
+    return Clients(urls, life)
 
 
-async def _disturbed(deployment: Deployment, requests: list[tuple[str, dict[str, Any]]], faults: list[Fault]) -> Report:
+async def _disturbed(deployment: Deployment, requests: list[Request], faults: list[Fault]) -> Report:
     clients = clients_of(deployment)
     disturbing = asyncio.gather(*(_disturb(deployment, fault, clients.report) for fault in faults))
     report = await clients.run(requests, RUN_LIMIT_S)

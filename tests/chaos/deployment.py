@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,6 @@ from dataclasses import dataclass, field
 
 from shared.config import ENGINE, ENV_PREFIX, GATEWAY, TOKENIZER, WORKER
 from shared.lifecycle import PARENT_VARIABLE
-from tests.integration.conftest import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESTART_S = 0.1
@@ -57,6 +58,8 @@ class Service:
     sessions: set[int] = field(default_factory=set)
     """Session ids of lives that have ended and whose children were not yet seen to be gone."""
     starts: int = 0
+    dismissed: bool = False
+    """It was told to stop, and is not started again."""
 
     @property
     def kind(self) -> str:
@@ -80,6 +83,8 @@ class Deployment:
 
     Args:
         folder: gets one log per service.
+        tokenizers: that the gateways know, whether they run or not.
+        waiting: services that do not run before ``begin``.
         flags: of the engine.
         beat_s, lease_s: of all links.
         via: puts something between a listener and those that connect to it.
@@ -93,6 +98,7 @@ class Deployment:
         gateways: int = 1,
         tokenizers: int = 1,
         workers: int = 1,
+        waiting: Sequence[str] = (),
         flags: Sequence[str] = (),
         beat_s: float = 1.0,
         lease_s: float = 20.0,
@@ -110,9 +116,10 @@ class Deployment:
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="keeper", daemon=True)
+        self._waiting = set(waiting)
         listening = [self._ipc(f"t{i}") for i in range(tokenizers)]
         engine, worker = self._ipc("e"), self._ipc("w")
-        self.ports = [free_port() for _ in range(gateways)]
+        self.ports = [quiet_port() for _ in range(gateways)]
         self.services: dict[str, Service] = {}
         for i, port in enumerate(self.ports):
             seen = [f"--tokenizer-endpoint={via(TOKENIZER, endpoint)}" for endpoint in listening]
@@ -137,10 +144,36 @@ class Deployment:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def start(self, ready_s: float = 120) -> None:
-        for service in self.services.values():
+        for service in self.running():
             service.start()
         self._keeper.start()
         self.wait_ready(ready_s)
+
+    def running(self) -> list[Service]:
+        """Services that are meant to run."""
+        return [s for s in self.services.values() if s.name not in self._waiting and not s.dismissed]
+
+    def begin(self, name: str) -> None:
+        """Start a service that was waiting."""
+        with self._lock:
+            self.services[name].start()
+            self._waiting.discard(name)
+
+    def dismiss(self, name: str) -> None:
+        """SIGTERM, once; what ends then is not started again."""
+        with self._lock:
+            self.services[name].dismissed = True
+        self.signal(name, signal.SIGTERM)
+
+    def status(self, name: str, seconds: float) -> int | None:
+        """How a service that was dismissed ended; None: it has not, after that time."""
+        service = self.services[name]
+        assert service.process is not None
+        service.sessions.add(service.pid)
+        try:
+            return service.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
 
     def stop(self) -> list[str]:
         """End everything in order; what was wrong about it, in words."""
@@ -150,7 +183,7 @@ class Deployment:
         # A worker leaves an engine that lives: it has to be dismissed.
         for service in sorted(self.services.values(), key=lambda service: STOP_ORDER.index(service.kind)):
             process = service.process
-            if process is None:
+            if process is None or (service.dismissed and process.poll() is not None):
                 continue
             self.signal(service.name, signal.SIGCONT)
             process.terminate()
@@ -179,7 +212,7 @@ class Deployment:
     def _keep(self) -> None:
         while not self._stopping:
             time.sleep(POLL_S)
-            for service in self.services.values():
+            for service in self.running():
                 if service.process is not None and service.process.poll() is not None:
                     self._start_again(service)
         # A process dies with the thread that started it (PR_SET_PDEATHSIG), so this one outlives those that it started.
@@ -188,7 +221,7 @@ class Deployment:
     def _start_again(self, service: Service) -> None:
         time.sleep(RESTART_S)
         with self._lock:
-            if self._stopping:
+            if self._stopping or service.dismissed:
                 return
             assert service.process is not None
             if service.pid not in service.killed:
@@ -216,7 +249,7 @@ class Deployment:
         return pid
 
     def names(self, kind: str) -> list[str]:
-        return [name for name, service in self.services.items() if service.kind == kind]
+        return [service.name for service in self.running() if service.kind == kind]
 
     def busiest(self, kind: str, seconds: float = 0.3) -> str:
         """The process of a kind that used most CPU time during the next moment."""
@@ -226,6 +259,10 @@ class Deployment:
         return max(names, key=lambda name: cpu_ticks(self.services[name].pid) - before[name])
 
     # -- what it says ------------------------------------------------------------------------------------------------
+
+    def gateways(self) -> list[int]:
+        """Numbers of those that are meant to run."""
+        return [int(name.rpartition("/")[2]) for name in self.names(GATEWAY)]
 
     def url(self, gateway: int) -> str:
         return f"http://127.0.0.1:{self.ports[gateway]}"
@@ -241,7 +278,7 @@ class Deployment:
             TimeoutError: one is not; names it.
         """
         end = time.monotonic() + seconds
-        for gateway in range(len(self.ports)):
+        for gateway in self.gateways():
             while True:
                 try:
                     self.get(gateway, "/ready")
@@ -253,6 +290,15 @@ class Deployment:
                     if isinstance(error, urllib.error.HTTPError):
                         error.close()
                     time.sleep(0.05)
+
+    def samples(self, name: str, label: str = "") -> dict[str, float]:
+        """Samples of a metric at the first gateway that runs, by the value of a label."""
+        found: dict[str, float] = {}
+        for line in self.get(self.gateways()[0], "/metrics").splitlines():
+            if line.startswith((name + "{", name + " ")):
+                key = line.partition(f'{label}="')[2].partition('"')[0] if label else ""
+                found[key] = found.get(key, 0.0) + float(line.rpartition(" ")[2])
+        return found
 
     def busy(self, seconds: float) -> str:
         """Wait until all gauges of all gateways stay zero for three beats; what is not after that time, in words."""
@@ -268,7 +314,7 @@ class Deployment:
 
     def _not_idle(self) -> str:
         words = []
-        for gateway in range(len(self.ports)):
+        for gateway in self.gateways():
             try:
                 page = self.get(gateway, "/metrics").splitlines()
             except OSError as error:
@@ -283,14 +329,14 @@ class Deployment:
 
     def descriptors(self) -> dict[str, int]:
         """Open file descriptors of each service."""
-        return {name: len(open_files(service.pid)) for name, service in self.services.items()}
+        return {service.name: len(open_files(service.pid)) for service in self.running()}
 
     def leaked(self, baseline: dict[str, int], seconds: float) -> str:
         """Wait until no service has more file descriptors than in ``baseline``; which have, in words."""
 
         def more() -> str:
             now = self.descriptors()
-            return ", ".join(f"{name}: {now[name]} > {count}" for name, count in baseline.items() if now[name] > count)
+            return ", ".join(f"{name}: {now[name]} > {baseline[name]}" for name in now if now[name] > baseline[name])
 
         return until_empty(more, seconds)
 
@@ -330,6 +376,17 @@ def until_empty(words: Callable[[], str], seconds: float) -> str:
     while (found := words()) and time.monotonic() < end:
         time.sleep(0.1)
     return found
+
+
+def quiet_port() -> int:
+    """A free port that the system gives to no connection by itself, or it might be taken while its gateway restarts."""
+    first = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(max(first // 2, 1024), first) or range(1024, 1 << 16)
+    while True:
+        port = random.choice(ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def open_files(pid: int) -> list[str]:

@@ -3,14 +3,17 @@
     DEALER (identity) ──► ROUTER [proxy] DEALER (same identity) ──► ROUTER
 
 Each DEALER gets a twin with its identity, so that the listener sees the same peers as without the proxy. A message is a
-list of frames, passed on as it is or with one fault, drawn from a seeded generator.
+list of frames, passed on as it is or with one fault, drawn from a seeded generator. Since it speaks ZeroMQ itself, only
+what is inside frames can suffer; ``StreamProxy`` turns bits of the stream of bytes, ZeroMQ's own framing included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
+import socket
 import threading
 import time
 from collections import Counter
@@ -23,10 +26,12 @@ from shared.codec import decode
 from shared.errors import ProtocolError
 
 DELAY, DROP, DUPLICATE, REORDER = "delay", "drop", "duplicate", "reorder"
-TRUNCATE, CORRUPT, FORGE = "truncate", "corrupt", "forge"
-MIX = (DELAY, DROP, DUPLICATE, REORDER, TRUNCATE, CORRUPT)
-"""After each of these an answer must be the same. ``FORGE`` is corruption that may leave a readable message, of which
-there is no telling what it says: frames carry no checksum beyond those of TCP."""
+TRUNCATE, CORRUPT, MISFRAME = "truncate", "corrupt", "misframe"
+DAMAGE = (TRUNCATE, CORRUPT, MISFRAME)
+"""Bytes cut off a frame; one to four bits turned in a frame; frames of a message missing, repeated or in another order.
+Each must be noticed by whoever receives the message."""
+MIX = (DELAY, DROP, DUPLICATE, REORDER, *DAMAGE)
+"""After each of these an answer must be the same."""
 HOLD_S = 0.05
 """How long a message waits for one to pass it."""
 POLL_MS = 5
@@ -152,7 +157,7 @@ class FaultProxy:
             return []
         if kind == DUPLICATE:
             return [frames, frames]
-        if kind not in (TRUNCATE, CORRUPT, FORGE):
+        if kind not in DAMAGE:
             return [frames]
         damaged = damage(kind, frames, self._rng)
         self.counts["accepted"] += readable(damaged)
@@ -175,24 +180,105 @@ class FaultProxy:
                 return
 
 
+class StreamProxy:
+    """Passes tcp connections on to ``port`` and turns bits of what goes through them, but not of the handshake.
+
+    Args:
+        spacing: one bit of so many bytes.
+    """
+
+    HANDSHAKE_BYTES = 300
+
+    def __init__(self, port: int, *, seed: int, spacing: int = 3000) -> None:
+        self.turned = 0
+        self._upstream, self._spacing = port, spacing
+        self._rng = random.Random(seed)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._begin(self._accept)
+
+    def _begin(self, target: Callable[..., None], *args: Any) -> None:
+        self._threads.append(threading.Thread(target=target, args=args, daemon=True))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                pair = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._upstream))
+            except OSError:
+                return
+            self._sockets += pair
+            for source, target in (pair, pair[::-1]):
+                self._begin(self._pass_on, source, target)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        passed = 0
+        try:
+            while data := bytearray(source.recv(65536)):
+                if passed > self.HANDSHAKE_BYTES:
+                    self._turn(data)
+                passed += len(data)
+                target.sendall(data)
+        except OSError:
+            pass
+        _shut_down(source, target)
+
+    def _turn(self, data: bytearray) -> None:
+        for place in range(len(data)):
+            if self._rng.random() < 1 / self._spacing:
+                data[place] ^= 1 << self._rng.randrange(8)
+                self.turned += 1
+
+    def stop(self) -> None:
+        _shut_down(self._server, *self._sockets)
+        for thread in self._threads:
+            thread.join()
+        for each in (self._server, *self._sockets):
+            each.close()
+
+
+def _shut_down(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
 def damage(kind: str, frames: Frames, rng: random.Random) -> Frames:
-    """Frames with bytes cut off or bits turned; for ``CORRUPT`` until no codec reads them."""
+    """Other frames than these, by a kind of ``DAMAGE``; none at all are no message, so one is left."""
+    harm = {TRUNCATE: _truncate, CORRUPT: _turn_bits, MISFRAME: _misframe}[kind]
     while True:
         damaged = list(frames)
-        place = rng.randrange(len(damaged))
-        if kind == TRUNCATE:
-            if rng.random() < 0.3 and len(damaged) > 1:
-                return damaged[: rng.randrange(1, len(damaged))]
-            if not damaged[place]:
-                place = 0
-            damaged[place] = damaged[place][: rng.randrange(len(damaged[place]))]
+        harm(damaged, rng)
+        if damaged and damaged != frames:
             return damaged
-        content = bytearray(damaged[place])
-        for _ in range(rng.randint(1, 4) if content else 0):
-            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-        damaged[place] = bytes(content)
-        if kind == FORGE or not readable(damaged):
-            return damaged
+
+
+def _truncate(frames: Frames, rng: random.Random) -> None:
+    place = rng.randrange(len(frames))
+    frames[place] = frames[place][: rng.randrange(len(frames[place]) or 1)]
+
+
+def _turn_bits(frames: Frames, rng: random.Random) -> None:
+    place = rng.randrange(len(frames))
+    content = bytearray(frames[place])
+    for _ in range(rng.randint(1, 4) if content else 0):
+        content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    frames[place] = bytes(content)
+
+
+def _misframe(frames: Frames, rng: random.Random) -> None:
+    place, other = rng.randrange(len(frames)), rng.randrange(len(frames))
+    match rng.choice(("missing", "end missing", "repeated", "moved")):
+        case "missing":
+            del frames[place]
+        case "end missing":
+            del frames[place:]
+        case "repeated":
+            frames.insert(other, frames[place])
+        case _:
+            frames.insert(other, frames.pop(place))
 
 
 def readable(frames: Frames) -> bool:

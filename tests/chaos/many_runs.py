@@ -1,6 +1,6 @@
 """Hundreds of runs of ``chaos_run``, one JSON line each; ``scripts/chaos.sh`` calls it.
 
-    python -m tests.chaos.many_runs RUNS SEED --work FOLDER
+    python -m tests.chaos.many_runs RUNS SEED [--jobs N] --work FOLDER
 
 Run ``i`` has the seed SEED + i, so ``RUNS 1`` with the seed of a failure repeats it. What FOLDER already has is not run
 again. Ends with status 1 if anything was wrong.
@@ -14,8 +14,10 @@ import itertools
 import json
 import pathlib
 import sys
+import threading
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.chaos.chaos_run import BEAT_S, ENGINE_FLAGS, LEASE_S, Outcome, run_once, warm_up
@@ -79,16 +81,42 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "faults": dict(sorted(faults.items())),
         "faults_under_load": hits,
         "requests_sent_again": sum(line["resent"] for line in lines),
+        "requests_resumed": sum(line["resumed"] for line in lines),
+        "requests_found_again": sum(line["found_again"] for line in lines),
         "requests_refused_first": sum(line["refused"] for line in lines),
         "longest_run_s": round(max((line["disturbed_s"] for line in lines), default=0.0), 1),
         "longest_settle_s": round(max((line["settle_s"] for line in lines), default=0.0), 1),
     }
 
 
+def run_all(
+    folder: pathlib.Path, model: str, wanted: range, done: set[int], jobs: int, write: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run what is not done yet, in ``jobs`` deployments at a time, and write each outcome."""
+    lock = threading.Lock()
+
+    def run(number: int, seeds: list[int]) -> None:
+        # All in this thread: a process dies with the thread that started it.
+        with contextlib.closing(run_seeds(folder, model, SHAPES[number], seeds)) as outcomes:
+            for outcome in outcomes:
+                with lock:
+                    write(outcome.to_json() | {"gateways, tokenizers, workers": SHAPES[number]})
+
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = []
+        for first, number in itertools.product(range(wanted.start, wanted.stop, BLOCK), range(len(SHAPES))):
+            block = range(first, min(first + BLOCK, wanted.stop))
+            seeds = [seed for seed in block if seed % len(SHAPES) == number and seed not in done]
+            begun.append(pool.submit(run, number, seeds))
+    for each in begun:
+        each.result()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Kill and stop processes under load, many times.")
     parser.add_argument("runs", type=int, nargs="?", default=300)
     parser.add_argument("seed", type=int, nargs="?", default=0, help="of the first run")
+    parser.add_argument("--jobs", type=int, default=1, help="deployments at a time")
     parser.add_argument("--work", type=pathlib.Path, required=True, help="folder for runs, logs and the summary")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -99,14 +127,13 @@ def main() -> int:
     done = {json.loads(line)["seed"] for line in record.read_text().splitlines()}
     wanted = range(options.seed, options.seed + options.runs)
     print(f"chaos: seeds {wanted.start} to {wanted.stop - 1}, {len(done & set(wanted))} of them done", flush=True)
-    for first, (number, shape) in itertools.product(range(wanted.start, wanted.stop, BLOCK), enumerate(SHAPES)):
-        block = range(first, min(first + BLOCK, wanted.stop))
-        seeds = [seed for seed in block if seed % len(SHAPES) == number and seed not in done]
-        with record.open("a") as out, contextlib.closing(run_seeds(options.work, str(model), shape, seeds)) as outcomes:
-            for outcome in outcomes:
-                line = outcome.to_json() | {"gateways, tokenizers, workers": shape}
-                print(json.dumps(line), file=out, flush=True)
-                print(f"seed {outcome.seed}: {'; '.join(outcome.wrong) or 'ok'}", flush=True)
+    with record.open("a") as out:
+
+        def write(line: dict[str, Any]) -> None:
+            print(json.dumps(line), file=out, flush=True)
+            print(f"seed {line['seed']}: {'; '.join(line['wrong']) or 'ok'}", flush=True)
+
+        run_all(options.work, str(model), wanted, done, options.jobs, write)
     lines = [line for line in map(json.loads, record.read_text().splitlines()) if line["seed"] in wanted]
     found = summary(lines)
     (options.work / "summary.json").write_text(json.dumps(found, indent=2) + "\n")

@@ -1,14 +1,14 @@
-"""A whole deployment whose links delay, drop, duplicate, reorder, truncate and corrupt messages.
+"""A whole deployment whose links delay, drop, duplicate, reorder and damage messages.
 
 Between gateway and tokenizer and between tokenizer and engine any fault may happen: answers must be the same. On the
-link to the worker damage ends the epoch, and the sequences are computed again from their tokens.
+links to the worker damage ends the epoch, and the sequences are computed again from their tokens. Damage is anything
+done to the bytes: turned bits, missing bytes, and frames that are missing, repeated or in another order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import pathlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +17,25 @@ import pytest
 from shared.config import ENGINE, TOKENIZER, WORKER
 from tests.chaos.chaos_run import BEAT_S, ENGINE_FLAGS, LEASE_S, RUN_LIMIT_S, aftermath, clients_of, warm_up
 from tests.chaos.deployment import Deployment, deployed
-from tests.chaos.fault_proxy import CORRUPT, DELAY, DROP, DUPLICATE, FORGE, MIX, REORDER, TRUNCATE, FaultProxy, total
-from tests.chaos.workload import Report, differences, make_requests
+from tests.chaos.fault_proxy import (
+    CORRUPT,
+    DAMAGE,
+    DELAY,
+    DROP,
+    DUPLICATE,
+    MIX,
+    REORDER,
+    FaultProxy,
+    total,
+)
+from tests.chaos.workload import differences, make_requests
 
 FRONT, BACK = (TOKENIZER, ENGINE), (WORKER,)
 """Listeners of the gateway and tokenizer links (the worker connects to ``WORKER``, which is the engine's other one)."""
-GIVE_UP_S = 6.0
+WORKER_RATE = 0.01
+"""Highest share of harmed messages there: who never gets on by three tokens between two of them is taken for poison."""
+LOSSES = (DELAY, DROP, DUPLICATE, REORDER)
+COUNTERS = ("headrace:malformed_messages", "headrace:tokenizer_malformed_messages_total")
 
 
 class FaultyDeployment:
@@ -57,26 +70,33 @@ class FaultyDeployment:
         self.expected = asyncio.run(clients_of(self.deployment).run(self._requests, RUN_LIMIT_S))
         assert not self.expected.wrong, self.expected.wrong
 
-    def under(
-        self, services: tuple[str, ...], kinds: tuple[str, ...], rate: float, seconds: float = RUN_LIMIT_S
-    ) -> tuple[Report, Counter[str]]:
-        """Ask everything while messages to and from these listeners suffer; what the proxies did."""
-        chosen = [proxy for (service, _), proxy in self._proxies.items() if service in services]
-        before = total(chosen)
-        for proxy in chosen:
-            proxy.kinds, proxy.rate, proxy.active = kinds, rate, True
+    def under(self, services: tuple[str, ...], kinds: tuple[str, ...], rate: float) -> None:
+        """Ask everything while messages to and from these listeners suffer. The answers must be those of the
+        undisturbed run, no damage be taken for a message, and nothing stay behind."""
+        chosen = {proxy: service for (service, _), proxy in self._proxies.items() if service in services}
+        before, refused = total(chosen), self._malformed()
+        for proxy, service in chosen.items():
+            proxy.kinds, proxy.active = kinds, True
+            proxy.rate = min(rate, WORKER_RATE) if service in BACK else rate
         try:
-            report = asyncio.run(clients_of(self.deployment).run(self._requests, seconds))
+            report = asyncio.run(clients_of(self.deployment).run(self._requests, RUN_LIMIT_S))
         finally:
             for proxy in chosen:
                 proxy.active = False
-        return report, total(chosen) - before
-
-    def check(self, report: Report) -> None:
+        counts = total(chosen) - before
         assert report.wrong == []
         assert differences(self.expected.answers, report.answers) == []
         assert report.answers.keys() == self.expected.answers.keys()
         assert aftermath(self.deployment, self.baseline) == []
+        assert sum(counts[kind] for kind in kinds)
+        assert counts["accepted"] == 0
+        if set(kinds) & set(DAMAGE):
+            assert self._malformed() > refused
+
+    def _malformed(self) -> float:
+        """Messages that an engine or a tokenizer has dropped because they were damaged."""
+        lines = self.deployment.get(0, "/metrics").splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(COUNTERS))
 
     def epochs_over(self) -> int:
         """Epochs that the engine ended, by its log."""
@@ -98,42 +118,43 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, model: str, chaos_seed: int
         found.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "rate"), [(DELAY, 0.1), (DROP, 0.1), (DUPLICATE, 0.2), (REORDER, 0.1), (TRUNCATE, 0.1), (CORRUPT, 0.1)]
-)
-def test_answers_survive_a_kind_of_fault(faulty: FaultyDeployment, kind: str, rate: float) -> None:
-    report, counts = faulty.under(FRONT, (kind,), rate)
-    assert counts[kind] > 0
-    assert kind == TRUNCATE or counts["accepted"] == 0
-    faulty.check(report)
+def test_answers_survive_late_lost_and_repeated_messages(faulty: FaultyDeployment) -> None:
+    faulty.under(FRONT, LOSSES, 0.2)
 
 
-@pytest.mark.parametrize("service", FRONT)
-def test_answers_survive_the_mix_on_a_link(faulty: FaultyDeployment, service: str) -> None:
-    report, counts = faulty.under((service,), MIX, 0.2)
-    assert counts.total() > counts["passed"]
-    faulty.check(report)
+def test_answers_survive_damage_on_front_links(faulty: FaultyDeployment) -> None:
+    faulty.under(FRONT, DAMAGE, 0.2)
 
 
-def test_answers_survive_the_mix_on_all_front_links(faulty: FaultyDeployment) -> None:
-    report, _ = faulty.under(FRONT, MIX, 0.2)
-    faulty.check(report)
-
-
-@pytest.mark.parametrize("kind", [CORRUPT, TRUNCATE])
-def test_damage_on_the_worker_link_ends_the_epoch(faulty: FaultyDeployment, kind: str) -> None:
+def test_damage_on_the_worker_links_ends_the_epoch(faulty: FaultyDeployment) -> None:
     before = faulty.epochs_over()
-    report, counts = faulty.under(BACK, (kind,), 0.01)
-    faulty.check(report)
-    assert counts[kind] > 0
+    faulty.under(BACK, DAMAGE, WORKER_RATE)
     assert faulty.epochs_over() > before
 
 
-def test_forged_messages_end_no_process(faulty: FaultyDeployment) -> None:
-    """Turned bits that still make a message may say anything, but nothing that a process dies of."""
-    _, counts = faulty.under(FRONT, (FORGE,), 0.05, GIVE_UP_S)
-    assert counts["accepted"] > 0
-    assert faulty.deployment.unexpected == []
+def test_turned_bits_on_all_links(faulty: FaultyDeployment) -> None:
+    """Also those that would leave a readable message: another token, another boot id, another request."""
+    faulty.under((*FRONT, *BACK), (CORRUPT,), 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MIX)
+def test_answers_survive_a_kind_of_fault_on_front_links(faulty: FaultyDeployment, kind: str) -> None:
+    faulty.under(FRONT, (kind,), 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", FRONT)
+def test_answers_survive_the_mix_on_a_link(faulty: FaultyDeployment, service: str) -> None:
+    faulty.under((service,), MIX, 0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [DUPLICATE, REORDER, *DAMAGE])
+def test_a_kind_of_fault_on_the_worker_links_ends_the_epoch(faulty: FaultyDeployment, kind: str) -> None:
+    before = faulty.epochs_over()
+    faulty.under(BACK, (kind,), WORKER_RATE)
+    assert faulty.epochs_over() > before
 
 
 def test_what_is_seeded_is_the_same(model: str) -> None:

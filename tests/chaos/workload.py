@@ -1,13 +1,11 @@
-"""Sixteen requests of every kind, made from a seed, and clients that read them and notice everything that is wrong."""
+"""Sixteen requests of every kind, made from a seed; what their answers say, and whether it is what it has to be."""
 
 from __future__ import annotations
 
-import asyncio
-import json
 import random
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -24,7 +22,6 @@ WORDS = (
     "a river",
     "boats",
 )
-RETRY_S = 0.05
 CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError)
 TOLD = ("text", "token_ids", "logprobs", "finish_reason", "stop_reason")
 """What an answer says of a choice, and what must not change."""
@@ -34,26 +31,41 @@ class Wrong(Exception):
     """A client saw what no client may see."""
 
 
-class ConnectionLost(Exception):
-    """The connection closed before the answer had ended.
+class Request(NamedTuple):
+    """What a client asks for."""
 
-    Args:
-        chunks: those that came before.
-        asked: false if there was no connection in the first place.
-    """
+    path: str
+    body: dict[str, Any]
+    resumes: bool = False
+    """Whether it goes on where it was when its connection closes; else it begins again."""
 
-    def __init__(self, chunks: list[dict[str, Any]], asked: bool = True) -> None:
-        super().__init__(f"connection lost after {len(chunks)} chunks")
-        self.chunks, self.asked = chunks, asked
+    @property
+    def choices(self) -> int:
+        return int(self.body.get("n", 1))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a whole answer says."""
+
+    choices: dict[int, dict[str, Any]]
+    usage: dict[str, int]
 
 
 @dataclass
 class Report:
     """What happened to the requests of a run."""
 
-    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
     resent: int = 0
-    """Requests whose gateway was killed; sent again."""
+    """Requests whose gateway was killed, and which were begun again."""
+    resumed: int = 0
+    """Streams whose gateway was killed, and which went on after the last event that had come."""
+    found_again: int = 0
+    """Requests whose gateway was killed before the first event of a stream, or the whole answer, and which were not
+    begun again but found by their id."""
+    broken: int = 0
+    """Connections of all these that closed after the answer had begun."""
     refused: int = 0
     """503 before a request was taken; asked again."""
     wrong: list[str] = field(default_factory=list)
@@ -62,155 +74,76 @@ class Report:
     def ended(self) -> int:
         return len(self.answers) + len(self.wrong)
 
+    @property
+    def cut(self) -> int:
+        """Connections that closed before the end."""
+        return self.resent + self.resumed + self.found_again
 
-def make_requests(seed: int, model: str, tokens: tuple[int, int] = (30, 150)) -> list[tuple[str, dict[str, Any]]]:
-    """(path, body) of each: half streamed; some with n = 2, stop strings, logprobs, penalties; all reproducible."""
+
+def make_requests(seed: int, model: str, tokens: tuple[int, int] = (30, 150)) -> list[Request]:
+    """Half streamed; some with n = 2, stop strings, logprobs, penalties; half of each half resume. All reproducible.
+
+    Request 1 and 2 have two choices, 3 and 4 stop strings, 5 and 6 logprobs, whatever the seed is.
+    """
     rng = random.Random(seed)
-    requests = []
-    for index in range(STREAMS):
-        words = " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
-        body: dict[str, Any] = {
-            "model": model,
-            "max_tokens": rng.randint(*tokens),
-            "stream": index % 2 == 0,
-            "ignore_eos": rng.random() < 0.7,
-            "return_token_ids": True,
+    resuming = {index for odd in (0, 1) for index in rng.sample(range(odd, STREAMS, 2), STREAMS // 4)}
+    return [_request(rng, index, model, tokens, index in resuming) for index in range(STREAMS)]
+
+
+def _request(rng: random.Random, index: int, model: str, tokens: tuple[int, int], resumes: bool) -> Request:
+    words = " ".join(rng.choices(WORDS, k=rng.randint(3, 40)))
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": rng.randint(*tokens),
+        "stream": index % 2 == 0,
+        "ignore_eos": rng.random() < 0.7,
+        "return_token_ids": True,
+    }
+    if body["stream"]:
+        body["stream_options"] = {"include_usage": True}
+    if rng.random() < 0.5 and index not in (1, 2):
+        body |= {"temperature": 0}
+    else:
+        body |= {
+            "temperature": rng.choice([0.7, 1.0, 1.3]),
+            "top_p": rng.choice([0.9, 1.0]),
+            "seed": rng.getrandbits(31),
         }
-        if rng.random() < 0.5:
-            body |= {"temperature": 0}
-        else:
-            body |= {
-                "temperature": rng.choice([0.7, 1.0, 1.3]),
-                "top_p": rng.choice([0.9, 1.0]),
-                "seed": rng.getrandbits(31),
-            }
-        if index % 4 == 1 or index % 8 == 2:
-            body["n"] = 2 if body["temperature"] else 1
-        if rng.random() < 0.3:
-            body["stop"] = rng.choice([["qu"], ["th", "zz"], [" w"], ["er", "!?"]])
-        if rng.random() < 0.2:
-            body |= {"presence_penalty": 0.5, "frequency_penalty": 0.2}
-        is_chat = rng.random() < 0.4
-        if rng.random() < 0.4:
-            body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
-        if is_chat:
-            requests.append((CHAT, body | {"messages": [{"role": "user", "content": words}]}))
-        else:
-            requests.append((COMPLETIONS, body | {"prompt": words}))
-    return requests
+    if index % 4 == 1 or index in (2, 8, 14):
+        body["n"] = 2 if body["temperature"] else 1
+    if rng.random() < 0.3 or index in (3, 4):
+        body["stop"] = rng.choice([["qu"], ["th", "zz"], [" w"], ["er", "!?"]])
+    if rng.random() < 0.2:
+        body |= {"presence_penalty": 0.5, "frequency_penalty": 0.2}
+    is_chat = rng.random() < 0.4
+    if rng.random() < 0.4 or index in (5, 6):
+        body |= {"logprobs": True, "top_logprobs": 2} if is_chat else {"logprobs": 2}
+    if is_chat:
+        return Request(CHAT, body | {"messages": [{"role": "user", "content": words}]}, resumes)
+    return Request(COMPLETIONS, body | {"prompt": words}, resumes)
 
 
-class Clients:
-    """Sends all requests at once, each to its gateway, and collects the answers.
-
-    Args:
-        urls: of the gateways; request ``i`` goes to gateway ``i`` modulo their number.
-        life: (gateway) → something that changes when the gateway is killed. A connection may only close then, and the
-            request is sent again to the next gateway: a gateway takes its connections with it.
-    """
-
-    def __init__(self, urls: list[str], life: Callable[[int], object]) -> None:
-        self._urls, self._life = urls, life
-        self.report = Report()
-
-    async def run(self, requests: list[tuple[str, dict[str, Any]]], seconds: float) -> Report:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            jobs = [asyncio.create_task(self._serve(session, i, *asked)) for i, asked in enumerate(requests)]
-            _, pending = await asyncio.wait(jobs, timeout=seconds)
-            for index, job in enumerate(jobs):
-                if job in pending:
-                    job.cancel()
-                    path, body = requests[index]
-                    self.report.wrong.append(f"request {index} has not ended after {seconds:g} s: {path} {body}")
-            await asyncio.gather(*jobs, return_exceptions=True)
-        return self.report
-
-    async def _serve(self, session: aiohttp.ClientSession, index: int, path: str, body: dict[str, Any]) -> None:
-        partial: list[dict[str, Any]] = []
-        gateway = index % len(self._urls)
-        try:
-            while True:
-                life = self._life(gateway)
-                try:
-                    answer = await ask(session, self._urls[gateway] + path, body)
-                except ConnectionLost as lost:
-                    await asyncio.sleep(RETRY_S)
-                    if self._life(gateway) == life and lost.asked:
-                        raise Wrong(f"{lost}, but its gateway lives") from lost
-                    self.report.resent += lost.asked
-                    partial = max(partial, lost.chunks, key=len)
-                    gateway = (gateway + 1) % len(self._urls)
-                    continue
-                if answer is None:
-                    self.report.refused += 1
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                check_prefix(partial, answer)
-                self.report.answers[index] = answer
-                return
-        except Wrong as wrong:
-            self.report.wrong.append(f"request {index}: {wrong}")
-        except AssertionError as error:
-            self.report.wrong.append(f"request {index}: {error!r}")
-
-
-async def ask(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any] | None:
-    """The whole answer; None: refused with 503, so that nothing was begun.
-
-    Raises:
-        ConnectionLost: it closed before the end.
-        Wrong: an error, a broken stream, or something after its end.
-    """
-    chunks: list[dict[str, Any]] = []
-    try:
-        async with session.post(url, json=body) as response:
-            if response.status == 503:
-                return None
-            if response.status != 200:
-                raise Wrong(f"status {response.status}: {await response.text()}")
-            if not body["stream"]:
-                return whole(json.loads(await response.read()))
-            ended = False
-            async for line in response.content:
-                ended = take(line, chunks, ended)
-    except CONNECTION_ERRORS as error:
-        raise ConnectionLost(chunks, asked=not isinstance(error, aiohttp.ClientConnectorError)) from error
-    if not ended:
-        raise ConnectionLost(chunks)
-    return joined(chunks)
-
-
-def take(line: bytes, chunks: list[dict[str, Any]], ended: bool) -> bool:
-    """Read one line of a stream; returns whether it has ended."""
-    if not line.startswith(b"data: "):
-        return ended
-    if ended:
-        raise Wrong(f"data after [DONE]: {line!r}")
-    if line.rstrip() == b"data: [DONE]":
-        return True
-    chunk = json.loads(line[6:])
-    if "error" in chunk:
-        raise Wrong(f"the stream ended with an error: {chunk['error']}")
-    chunks.append(chunk)
-    return False
-
-
-def whole(answer: dict[str, Any]) -> dict[str, Any]:
+def whole(answer: dict[str, Any]) -> Answer:
     """What a plain answer says, choice by choice."""
-    found = {}
+    found: dict[int, dict[str, Any]] = {}
     for choice in answer["choices"]:
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         told = {name: choice.get(name) for name in TOLD} | {"text": text}
-        if told["finish_reason"] is None:
-            raise Wrong(f"a choice without an end: {choice}")
+        if told["finish_reason"] is None or choice["index"] in found:
+            raise Wrong(f"a choice without an end, or twice: {choice}")
         found[choice["index"]] = told
-    return found
+    return Answer(found, _counts(answer["usage"]))
 
 
-def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same of a stream; each choice must have ended exactly once."""
+def joined(chunks: list[dict[str, Any]]) -> Answer:
+    """The same of a stream, over all connections that brought it; each choice must have ended exactly once."""
+    if len({(chunk["id"], chunk["created"]) for chunk in chunks}) != 1:
+        raise Wrong(f"chunks of several answers: {chunks}")
+    begun = Counter(c["index"] for chunk in chunks for c in chunk["choices"] if "role" in c.get("delta", ()))
+    if any(count > 1 for count in begun.values()):
+        raise Wrong(f"choices began {begun} times")
+    if [number for number, chunk in enumerate(chunks) if not chunk["choices"]] != [len(chunks) - 1]:
+        raise Wrong("there is not one usage chunk at the end")
     parts = Joined(chunks)
     if parts.finish.keys() != parts.text.keys():
         raise Wrong(f"choices {sorted(parts.text)} began, {sorted(parts.finish)} ended")
@@ -223,7 +156,7 @@ def joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
             "finish_reason": parts.finish[index],
             "stop_reason": parts.stop_reason[index],
         }
-    return found
+    return Answer(found, _counts(parts.usage or {}))
 
 
 def _columns(objects: list[dict[str, Any]]) -> dict[str, list[Any]] | None:
@@ -231,28 +164,67 @@ def _columns(objects: list[dict[str, Any]]) -> dict[str, list[Any]] | None:
     return {name: [value for each in objects for value in each[name]] for name in sorted(names)} or None
 
 
-def check_prefix(chunks: list[dict[str, Any]], answer: dict[str, Any]) -> None:
-    """What a client was shown before its connection closed must be how the whole answer begins."""
+def _counts(usage: dict[str, Any]) -> dict[str, int]:
+    # How much of a prompt was cached depends on what else was asked.
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+
+
+def check_answer(request: Request, answer: Answer) -> None:
+    """An answer must have all that was asked for, or there would be nothing to compare.
+
+    Raises:
+        Wrong: it has not.
+    """
+    if sorted(answer.choices) != list(range(request.choices)):
+        raise Wrong(f"choices {sorted(answer.choices)} for n = {request.choices}")
+    generated = 0
+    for index, told in answer.choices.items():
+        count = len(told["token_ids"] or [])
+        generated += count
+        if not count:
+            raise Wrong(f"choice {index} has no token ids")
+        if request.body.get("logprobs"):
+            logprobs = told["logprobs"] or {}
+            if len(logprobs.get("tokens") or logprobs.get("content") or []) != count:
+                raise Wrong(f"choice {index} has not {count} logprobs: {logprobs}")
+    if answer.usage["completion_tokens"] != generated:
+        raise Wrong(f"{generated} ids, and usage {answer.usage}")
+
+
+def check_prefix(chunks: list[dict[str, Any]], answer: Answer) -> None:
+    """What a client was shown before its connection closed must be how the whole answer begins.
+
+    Raises:
+        Wrong: it is not.
+    """
     if not chunks:
         return
     shown = Joined(chunks)
     for index, text in shown.text.items():
-        if not answer[index]["text"].startswith(text):
-            raise Wrong(f"choice {index} was shown {text!r}, and then it was {answer[index]['text']!r}")
+        told = answer.choices[index]
+        if not told["text"].startswith(text):
+            raise Wrong(f"choice {index} was shown {text!r}, and then it was {told['text']!r}")
         ids = shown.token_ids[index]
-        if answer[index]["token_ids"][: len(ids)] != ids:
-            raise Wrong(f"choice {index} was given ids {ids}, and then they were {answer[index]['token_ids']}")
+        if told["token_ids"][: len(ids)] != ids:
+            raise Wrong(f"choice {index} was given ids {ids}, and then they were {told['token_ids']}")
 
 
-def differences(expected: dict[int, dict[str, Any]], got: dict[int, dict[str, Any]]) -> list[str]:
+def differences(expected: dict[int, Answer], got: dict[int, Answer]) -> list[str]:
     """Where answers differ from the undisturbed ones, in words."""
+    return [f"request {index}: {words}" for index, answer in got.items() for words in changes(expected[index], answer)]
+
+
+def changes(before: Answer, now: Answer) -> list[str]:
+    """The first difference of each choice, and that of usage."""
     words = []
-    for index, answer in got.items():
-        for choice, told in expected[index].items():
-            for name in TOLD:
-                if (now := answer.get(choice, {}).get(name)) != told[name]:
-                    words.append(f"request {index}, choice {choice}: {name} was {told[name]!r}, now {now!r}")
-                    break
-        if answer.keys() != expected[index].keys():
-            words.append(f"request {index}: choices {sorted(answer)} for {sorted(expected[index])}")
+    if now.choices.keys() != before.choices.keys():
+        words.append(f"choices {sorted(now.choices)} for {sorted(before.choices)}")
+    for choice, told in before.choices.items():
+        said = now.choices.get(choice, {})
+        for name in TOLD:
+            if said.get(name) != told[name]:
+                words.append(f"choice {choice}: {name} was {told[name]!r}, now {said.get(name)!r}")
+                break
+    if now.usage != before.usage:
+        words.append(f"usage was {before.usage}, now {now.usage}")
     return words

@@ -122,6 +122,8 @@ class WorkerThread:
         self.leaving = self.dismissed = False
         self.failures = 0
         """Steps in which it will fail."""
+        self.deadly = ""
+        """A request that it fails of whenever it gets it."""
         self.errands: deque[Callable[[], Any]] = deque()
         """What the thread that owns the sockets is to do."""
         self.executed: list[Step] = []
@@ -186,8 +188,8 @@ class WorkerThread:
         elif isinstance(message, Step) and [message.epoch] == self.epochs[-1:] and not self.deaf:
             if self._worker is None:
                 return
-            if self.failures:
-                self.failures, self._worker = self.failures - 1, None
+            if self.failures or any(init.rid == self.deadly for init in message.new):
+                self.failures, self._worker = max(self.failures - 1, 0), None
                 self.steps.send(WorkerFailed(message.epoch, message.number, "device lost"))
                 return
             self.executed.append(message)
@@ -222,8 +224,11 @@ class FrontEnd:
     def __exit__(self, *_: object) -> None:
         self.link.close()
 
-    def submit(self, prompt: list[int], rid: str | None = None, **params: Any) -> HopRequest:
-        spec = TokenSpec(SamplingParams(**({"max_tokens": 16} | params)), np.array(prompt, np.int32).tobytes())
+    def submit(
+        self, prompt: list[int], rid: str | None = None, deadline_s: float | None = None, **params: Any
+    ) -> HopRequest:
+        sampling = SamplingParams(**({"max_tokens": 16} | params))
+        spec = TokenSpec(sampling, np.array(prompt, np.int32).tobytes(), deadline_s=deadline_s)
         request = HopRequest(rid or f"r{len(self.all)}", spec)
         self.all[request.rid] = request
         self.parent.place(request, spec, Attempt(1, self.boot, 0))

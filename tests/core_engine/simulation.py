@@ -198,6 +198,8 @@ class Simulation:
         self.workers: dict[Replica, SimulatedWorker] = {}
         self.in_flight: dict[Replica, deque[Step]] = {}
         self.num_epochs = 0
+        self.convicted: list[str] = []
+        """Requests that the engine found to be what workers die of."""
         for _ in range(num_workers):
             self.start_worker()
 
@@ -223,8 +225,12 @@ class Simulation:
         self.in_flight[replica] = deque()
         return replica
 
-    def kill_worker(self, replica: Replica) -> None:
-        self.core.end_epoch(replica)
+    def kill_worker(self, replica: Replica, blames: bool = True) -> None:
+        convicted = self.core.end_epoch(replica, blames=blames)
+        if convicted is not None:
+            self.convicted.append(convicted.rid)
+            for sequence in convicted.sequences:
+                self.core.end(sequence, FinishReason.ERROR)
         del self.workers[replica], self.in_flight[replica]
 
     def restart_worker(self) -> None:
@@ -260,7 +266,20 @@ class Simulation:
         if step is not None:
             self.in_flight[replica].append(step)
             self.steps.append(step)
+            self._check_company(replica)
         return step
+
+    def _check_company(self, replica: Replica) -> None:
+        """A suspect runs alone, and nowhere without its turn."""
+        window = {replica.slots.sequence_at(slot).request for step in replica.window for slot in step.rows.tolist()}
+        suspects = self.core.suspects
+        assert sum(each.reserved_for is not None for each in self.core.replicas) <= 1
+        if replica.reserved_for is not None:
+            assert replica.reserved_for is suspects.turn
+            assert window == {replica.reserved_for}, "a suspect has company"
+        else:
+            newest = {replica.slots.sequence_at(slot).request for slot in replica.window[-1].rows.tolist()}
+            assert not newest & suspects.requests.keys(), "a suspect runs without its turn"
 
     def settle(self, replica: Replica | None = None) -> None:
         replica = replica or self.replica
@@ -303,12 +322,12 @@ class Simulation:
         return [s for request in self.requests for s in request.sequences if s.finish_reason is None]
 
     def check_outputs(self) -> None:
-        """Finished outputs equal the reference; aborted ones are a beginning of it."""
+        """Finished outputs equal the reference; aborted and convicted ones are a beginning of it."""
         for request in self.requests:
             for sequence in request.sequences:
                 expected, reason = reference(request, sequence.choice, sequence.limit)
                 output = self.outputs[sequence.request.rid, sequence.choice]
-                if sequence.finish_reason is FinishReason.ABORT:
+                if sequence.finish_reason is FinishReason.ABORT or request.rid in self.convicted:
                     assert output == expected[: len(output)]
                 else:
                     assert (output, sequence.finish_reason) == (expected, reason), request.rid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import pytest
 
 from core_engine.chunking import ChunkTarget
+from core_engine.core import EngineCore
 from core_engine.engine_config import EngineConfig, load_engine_config, scheduler_for
+from core_engine.eviction import POLICIES
 from shared.config import Settings
 from shared.errors import StartupError
+from shared.messages import Epoch
 
 MODEL = {
     "model_type": "llama",
@@ -45,6 +49,18 @@ def test_token_budget_by_device(tmp_path: Path, device: str, budget: int) -> Non
 def test_the_worker_is_told_the_dtype_of_the_kv_cache(tmp_path: Path) -> None:
     assert load(tmp_path).worker.kv_cache_dtype == "auto"
     assert load(tmp_path, kv_cache_dtype="fp8").worker.kv_cache_dtype == "fp8"
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+def test_the_eviction_policy_reaches_the_block_pool(tmp_path: Path, policy: str) -> None:
+    core = EngineCore(load(tmp_path, prefix_cache_policy=policy).core)
+    core.begin_epoch("w", Epoch(1, 1), 10)
+    assert type(core.replicas[0].kv.pool._hashed) is POLICIES[policy]
+
+
+def test_every_eviction_policy_can_be_set() -> None:
+    field = next(field for field in dataclasses.fields(Settings) if field.name == "prefix_cache_policy")
+    assert set(field.metadata["choices"]) == set(POLICIES)
 
 
 def test_an_unknown_device_is_known_once_the_worker_is_ready() -> None:

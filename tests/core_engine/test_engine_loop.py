@@ -14,7 +14,8 @@ from core_engine.request import Request, stop_ids_of
 from shared.errors import ErrorCode, StartupError
 from shared.hop import Request as HopRequest
 from shared.messages import FINISHED, Abort, Ack, AckEntry, Attempt, Epoch, FinishReason, StepResult
-from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, until
+from shared.transport import Connector
+from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, hello, until
 from tests.core_engine.simulation import EOS_IDS, VOCAB, reference
 
 
@@ -66,8 +67,12 @@ def test_requests_are_served(tmp_path: Path) -> None:
     for request in front.all.values():
         check(request)
         assert request.prompt_tokens == len(request.spec.prompt) // 4
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    timings, records = [line for line in lines if "wall_s" in line], [line for line in lines if "rows" in line]
     assert [record["step"] for record in records] == list(range(1, len(worker.executed) + 1))
+    assert [timing["step"] for timing in timings] == list(range(1, len(worker.executed) + 1))
+    assert [timing["num_tokens"] for timing in timings] == [record["num_tokens"] for record in records]
+    assert all(timing["compute_s"] > 0.0 for timing in timings)
     assert {row["request_id"] for record in records for row in record["rows"]} == set(front.all)
 
 
@@ -130,14 +135,15 @@ def test_a_request_that_a_worker_cannot_survive_is_failed(tmp_path: Path) -> Non
     running = RunningEngine(tmp_path)
     with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
         front.wait_ready()
-        worker.failures = 3
+        worker.failures = 5
         request = front.submit(prompt(10))
         front.wait_over()
         end = request.logs[0].end
         assert end is not None
         assert end.error is not None
-        assert end.error.code == ErrorCode.INTERNAL
+        assert end.error.code == ErrorCode.POISON
         assert "device lost" in end.error.message
+        assert worker.failures == 0
         check_at_rest(engine)
 
 
@@ -340,3 +346,42 @@ def test_a_leaving_worker_dies(tmp_path: Path) -> None:
             for request in front.all.values():
                 check(request)
             check_at_rest(engine)
+
+
+def test_a_killed_worker_is_noticed_at_once(tmp_path: Path) -> None:
+    """Its sequences go on elsewhere, long before a beat is over; nobody else is disturbed."""
+    running = RunningEngine(tmp_path, max_num_seqs=2, beat_s=60.0)
+    with (
+        running as engine,
+        WorkerThread(running.workers, name="b") as staying,
+        FrontEnd(running.front) as front,
+    ):
+        with WorkerThread(running.workers, name="a") as killed:
+            front.wait(lambda: len(engine.core.replicas) == 2)
+            for index in range(8):
+                front.submit(prompt(8, index), max_tokens=100, ignore_eos=True)
+            front.wait(lambda: len(killed.executed) > 3)
+            killed.deaf = True
+        until(lambda: "a" not in engine.workers.workers)
+        front.wait_over()
+        for request in front.all.values():
+            check(request)
+        assert len(staying.epochs) == 1
+        check_at_rest(engine)
+
+
+def test_strangers_that_come_and_go_disturb_no_worker(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path)
+    with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        for index in range(4):
+            front.submit(prompt(8, index), max_tokens=200, ignore_eos=True)
+        for index in range(20):
+            stranger = Connector(running.workers, identity=f"stranger{index}/steps", boot=1)
+            until(lambda link=stranger: link.send(hello("gpu_worker")), meanwhile=front.turn)
+            stranger.close()
+        front.wait_over()
+        for request in front.all.values():
+            check(request)
+        until(lambda: list(engine.workers.workers) == ["w0"])
+        assert len(worker.epochs) == 1

@@ -74,7 +74,7 @@ def test_a_worker_that_nobody_dismisses_ends_when_its_time_is_over(
     asked = time.monotonic()
     leave(impatient)
     assert impatient.result(1, 1) + impatient.result(2, 1) == expected[:2]
-    assert impatient.process.wait(20) == 0
+    assert impatient.wait(20) == 0
     assert time.monotonic() - asked > 1.4
 
 
@@ -98,6 +98,30 @@ def test_a_worker_whose_engine_goes_while_it_leaves_ends_then(engine: ScriptedEn
     leave(engine)
     engine.link.close()
     assert engine.process.wait(10) == 0
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["with work", "idle"])
+def test_a_worker_whose_engine_answers_no_more_ends_soon(
+    engine: ScriptedEngine, tiny_models: TinyModels, works: bool
+) -> None:
+    """It stands still, or something between keeps the connection open: no signal but silence."""
+    if works:
+        start(engine, tiny_models)
+    else:
+        engine.begin(1, worker_config(tiny_models.folder("llama")))
+    leave(engine)
+    assert engine.process.wait(20) == 0  # of 30 s that it may take
+
+
+def test_a_worker_that_is_held_up_ends_when_its_time_is_over(
+    impatient: ScriptedEngine, tiny_models: TinyModels
+) -> None:
+    start(impatient, tiny_models)
+    leave(impatient)
+    impatient.signal(signal.SIGSTOP)  # stands for a call that does not return: no Python runs any more
+    time.sleep(7)
+    impatient.signal(signal.SIGCONT)
+    assert impatient.process.wait(20) == -signal.SIGALRM
 
 
 def test_a_worker_without_a_model_ends_at_once(engine: ScriptedEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 import stat
 
 import pytest
@@ -74,3 +75,36 @@ def test_abandoned_folders_are_removed_and_live_ones_kept(runtime_dir: pathlib.P
     assert live.path.exists()
     live.close()
     other.close()
+
+
+def test_removed_folder_is_made_again_and_stays_ours(runtime_dir: pathlib.Path) -> None:
+    folder = runtime_dir / "mine"
+    run_dir = RunDir(str(folder))
+    assert not run_dir.restore()
+    for leftover in (folder, folder / "lock"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        assert run_dir.restore()
+        assert not run_dir.restore()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        with pytest.raises(StartupError, match="in use"):
+            RunDir(str(folder))
+    run_dir.close()
+    assert list(folder.iterdir()) == []
+
+
+def test_removed_folder_that_another_launcher_made_again_is_left_to_it(runtime_dir: pathlib.Path) -> None:
+    first = RunDir(str(runtime_dir / "mine"))
+    shutil.rmtree(first.path)
+    second = RunDir(str(runtime_dir / "mine"))
+    with pytest.raises(StartupError, match="another headrace serve uses it now"):
+        first.restore()
+    assert not second.restore()
+    second.close()
+
+
+def test_removed_folder_that_somebody_opened_to_others_is_refused(runtime_dir: pathlib.Path) -> None:
+    run_dir = RunDir(str(runtime_dir / "mine"))
+    shutil.rmtree(run_dir.path)
+    run_dir.path.mkdir(mode=0o755)
+    with pytest.raises(StartupError, match="chmod 700"):
+        run_dir.restore()

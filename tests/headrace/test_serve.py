@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -175,6 +176,35 @@ def test_a_stopped_service_is_killed_and_started_again(start: Callable[..., Serv
     assert "Paris" in server.answer()
     assert {name for name, pid in server.services().items() if pid != before[name]} == {service}
     assert f"{service} gave no sign of life for 5 s and was killed" in server.text()
+
+
+def test_removed_run_directory_is_made_again_under_a_stream(
+    start: Callable[..., Server], tmp_path: pathlib.Path
+) -> None:
+    run_dir = tmp_path / "run"
+    server = start("--stuck-timeout=5", "--batch-invariant", f"--run-dir={run_dir}")
+    assert "Paris" in server.answer()
+    before = server.services()
+    long = QUESTION | {"max_tokens": 200, "ignore_eos": True}
+    undisturbed = "".join(reply.text for reply in stream_chat(server.url, long))
+    stream = stream_chat(server.url, long)
+    text = next(stream).text
+    shutil.rmtree(run_dir)
+    assert text + "".join(reply.text for reply in stream) == undisturbed
+    rebound = {TOKENIZER, ENGINE}
+    _until(lambda: all(server.services().get(name) not in (None, before[name]) for name in rebound))
+    assert "Paris" in server.answer()
+    time.sleep(6)  # longer than a heartbeat may be missing
+    after = server.services()
+    assert {name for name in before if after[name] != before[name]} == rebound
+    assert sorted(path.name for path in run_dir.iterdir()) == sorted(
+        ["lock", "engine.sock", "worker.sock", "tokenizer-0.sock", *(f"{name}.heartbeat" for name in SERVICES)]
+    )
+    assert server.text().count("was removed from outside while in use; made it again") == 1
+    assert server.text().index(f"{ENGINE} cannot be reached") < server.text().index(f"{TOKENIZER} cannot be reached")
+    server.process.terminate()
+    assert server.process.wait(60) == EXIT_OK
+    assert not list(run_dir.iterdir())
 
 
 def test_running_request_is_answered_to_its_end_after_sigterm(start: Callable[..., Server]) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import uvloop
 
+from headrace.run_dir import RunDir
 from headrace.supervisor import LONGEST_PAUSE_S, Program, RestartPolicy, Supervisor, describe_exit
 from shared.lifecycle import EXIT_CONFIG, EXIT_FAILURE, EXIT_GAVE_UP, EXIT_OK
 
@@ -182,6 +184,87 @@ def test_programs_that_never_beat_run_out_of_restarts(log: pathlib.Path, tmp_pat
     )
     assert asyncio.run(supervisor.run()) == EXIT_GAVE_UP
     assert supervisor.failure == "mute gave no sign of life for 1 s and was killed; giving up after 1 restarts in 300 s"
+
+
+LISTEN = SERVE.replace(
+    'note("started")',
+    """
+import socket
+listener = socket.socket(socket.AF_UNIX)
+try:
+    pathlib.Path(sys.argv[3]).unlink(missing_ok=True)
+    listener.bind(sys.argv[3])
+except OSError:
+    sys.exit(78)
+note("started")
+""",
+)
+"""Ends as one does that cannot work as configured, where the folder of its socket is missing."""
+
+
+def listening(name: str, log: pathlib.Path, run_dir: RunDir, code: str = LISTEN) -> Program:
+    file = run_dir.path / f"{name}.sock"
+    found = program(name, log, code)
+    return dataclasses.replace(found, argv=(*found.argv, str(file)), sockets=(file,))
+
+
+def test_programs_bind_their_sockets_again_from_the_back(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def scenario() -> int:
+        run_dir = RunDir(str(tmp_path / "run"))
+        programs = [program("front", log), *(listening(name, log, run_dir) for name in ("middle", "back"))]
+        supervisor = Supervisor(programs, RestartPolicy(first_pause_s=0.01), run_dir=run_dir)
+        async with running(supervisor) as task:
+            for times in (1, 2):
+                await until(lambda times=times: lines(log).count("middle started") == times)  # type: ignore[misc]
+                shutil.rmtree(run_dir.path)
+            await until(lambda: lines(log).count("middle started") == 3)
+            supervisor.stop()
+            code = await task
+        run_dir.close()
+        return code
+
+    assert asyncio.run(scenario()) == EXIT_OK
+    assert lines(log).count("front started") == 1
+    assert [line for line in lines(log) if "started" in line][-4:] == ["back started", "middle started"] * 2
+
+
+def test_program_that_starts_into_a_missing_folder_is_started_again(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def scenario() -> int:
+        run_dir = RunDir(str(tmp_path / "run"))
+        late = listening("late", log, run_dir, f"import time; time.sleep(0.5)\n{LISTEN}")
+        supervisor = Supervisor([late], QUICK, run_dir=run_dir)
+        async with running(supervisor) as task:
+            await until(lambda: supervisor.pid("late") is not None)
+            shutil.rmtree(run_dir.path)
+            await until(lambda: lines(log) == ["late started"])
+            supervisor.stop()
+            code = await task
+        run_dir.close()
+        return code
+
+    assert asyncio.run(scenario()) == EXIT_OK
+
+
+def test_nothing_is_started_in_a_folder_that_another_launcher_took(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    async def scenario() -> int:
+        run_dir = RunDir(str(tmp_path / "run"))
+        supervisor = Supervisor([program("a", log), program("b", log)], QUICK, run_dir=run_dir)
+        async with running(supervisor) as task:
+            await until(lambda: len(lines(log)) == 2)
+            shutil.rmtree(run_dir.path)
+            other = RunDir(str(run_dir.path))
+            await asyncio.sleep(2.5)
+            assert not task.done(), "what runs goes on"
+            os.kill(supervisor.pids()["a"], signal.SIGKILL)
+            code = await task
+        other.close()
+        assert supervisor.failure is not None
+        assert "another headrace serve uses it now" in supervisor.failure
+        return code
+
+    assert asyncio.run(scenario()) == EXIT_CONFIG
+    assert lines(log).count("a started") == 1
+    assert "b stopped" in lines(log)
 
 
 def test_program_that_does_not_exist_ends_the_run(log: pathlib.Path) -> None:

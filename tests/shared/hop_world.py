@@ -390,11 +390,20 @@ class World:
         self.names = {"G": ["G0", "G1"], "T": ["T0", "T1"], "E": rng.choice([["E0"], ["E0", "E1"]])}
         self.queues, self.processes, self.stopped, self.restart_at = {}, {}, {}, {}
         self.gave_up = set()
+        self.hints = []
+        """(time, process, child, whether it is connected): what processes will be told of connections."""
         self.loss = rng.choice([0, 0.02, 0.08])
         self.fault = rng.choice([0, 0.005, 0.02, 0.05])
         self.until = rng.choice([150, 300, 500])
         self.faults = rng.choice(
-            [["crash", "stop", "cut"], ["crash", "stop", "stop"], ["crash"], ["stop", "cut"], ["dns", "crash", "stop"]]
+            [
+                ["crash", "stop", "cut"],
+                ["crash", "stop", "stop"],
+                ["crash", "disconnect"],
+                ["stop", "cut"],
+                ["dns", "crash", "stop"],
+                ["disconnect", "disconnect", "stop"],
+            ]
         )
         for name in [*self.names["G"], *self.names["T"], *self.names["E"]]:
             self.processes[name] = KINDS[name[0]](self, name)
@@ -449,6 +458,39 @@ class World:
             if client.stream is not None and client.stream.gateway is process:
                 client.stream.open = False
         self.restart_at[name] = self.t + self.rng.randint(1, 60)
+        for parent in self.parents_of(name):
+            self.hint(parent, name, self.restart_at[name] + self.rng.randint(0, 5))
+
+    def parents_of(self, name):
+        return [process for process in self.processes.values() if process.below and process.children == name[0]]
+
+    def hint(self, parent, child, back_at):
+        """Tell of a lost connection, soon, late or never, and when it is there again."""
+        if self.rng.random() < 0.9:
+            self.hints.append((self.t + self.rng.choice([0, 1, 3, 30]), parent, child, False))
+        self.hints.append((back_at, parent, child, True))
+
+    def disconnect(self, child):
+        """Cut the connection between a child and one of its parents, or only say so."""
+        parents = self.parents_of(child)
+        if parents:
+            parent = self.rng.choice(parents)
+            if self.rng.random() < 0.7:
+                self.queues.pop((parent.name, child), None)
+                self.queues.pop((child, parent.name), None)
+            self.hint(parent, child, self.t + self.rng.choice([1, 5, 60]))
+            self.count["disconnects"] += 1
+
+    def give_hints(self):
+        for hint in [hint for hint in self.hints if hint[0] <= self.t and hint[1].name not in self.stopped]:
+            self.hints.remove(hint)
+            _, parent, child, connected = hint
+            if connected:
+                parent.below.reached(child)
+                parent.below.set_usable(child, True)
+            else:
+                parent.below.lost(child)
+                self.count["hints"] += 1
 
     def inject(self):
         rng, names = self.rng, list(self.processes)
@@ -461,6 +503,8 @@ class World:
             elif what == "stop":
                 self.stopped[name] = self.t + rng.choice([5, 40, 60, 100, 300])
                 self.count["stops"] += 1
+            elif what == "disconnect":
+                self.disconnect(name)
             else:
                 streams = [client.stream for client in self.clients if client.stream is not None]
                 if streams:
@@ -480,6 +524,7 @@ class World:
                 process.find_children()
         limit = self.until + 300
         self.stopped = {name: at for name, at in self.stopped.items() if self.t < min(at, limit)}
+        self.give_hints()
         for client in self.clients:
             client.tick(self.t)
         order = list(self.processes.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import types
+import zlib
 from typing import Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -17,12 +18,14 @@ from shared.codec import MAX_FRAMES, MAX_ITEMS, decode, encode
 from shared.errors import ProtocolError
 from shared.messages import (
     MESSAGES,
+    OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
     Attempt,
     End,
     ErrorInfo,
     FinishReason,
     Go,
+    Hello,
     Known,
     Load,
     Submit,
@@ -150,6 +153,15 @@ def same(one, other):
     return True
 
 
+def sealed(content, *arrays):
+    """Frames with the checksum that they should have. ``content``: what frame 0 is an array of, or its bytes."""
+    head = msgpack.packb([*content, 2**32 - 1])[:-4] if isinstance(content, list) else content
+    checksum = zlib.crc32(head)
+    for array in arrays:
+        checksum = zlib.crc32(len(array).to_bytes(4, "big") + array, checksum)
+    return [head + checksum.to_bytes(4, "big"), *arrays]
+
+
 @pytest.mark.parametrize("cls", MESSAGES.values(), ids=lambda cls: cls.__name__)
 def test_every_message_survives_the_way_there_and_back(cls):
     @few
@@ -184,30 +196,87 @@ def test_random_frames(frames):
                     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
                     max_leaves=20), st.sampled_from([*MESSAGES, 0, -1, 99]))  # fmt: skip
 def test_random_fields(fields, tag):
-    frame = msgpack.packb([PROTOCOL_VERSION, tag, 1, *(fields if isinstance(fields, list) else [fields])])
-    decode_or_refuse([frame, b"", b"", b"", b"", b"", b"", b""])
+    content = [PROTOCOL_VERSION, tag, 1, *(fields if isinstance(fields, list) else [fields])]
+    decode_or_refuse(sealed(content, b"", b"", b"", b"", b"", b"", b""))
 
 
 @many
 @given(any_message, st.data())
-def test_broken_messages(message, data):
-    frames = encode(message, 1)
-    index = data.draw(st.integers(0, len(frames) - 1))
-    frame = bytearray(frames[index])
-    kind = data.draw(st.sampled_from(["cut", "flip", "drop", "repeat", "grow"]))
+def test_messages_that_say_something_else_under_a_right_checksum(message, data):
+    (head, *arrays), index = encode(message, 1), data.draw(st.integers(0, 7))
+    frames = [bytearray(frame) for frame in (head[:-4], *arrays)]
+    frame = frames[index % len(frames)]
+    kind = data.draw(st.sampled_from(["cut", "turn", "drop", "repeat", "grow"]))
     if kind == "cut":
-        frames[index] = bytes(frame[: data.draw(st.integers(0, max(0, len(frame) - 1)))])
-    elif kind == "flip" and frame:
+        del frame[data.draw(st.integers(0, len(frame))) :]
+    elif kind == "turn" and frame:
         for _ in range(data.draw(st.integers(1, 3))):
             frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-        frames[index] = bytes(frame)
-    elif kind == "drop":
-        del frames[index]
+    elif kind == "drop" and len(frames) > 1:
+        frames.remove(frame)
     elif kind == "repeat":
-        frames.insert(index, bytes(frame))
+        frames.insert(index % len(frames), frame)
     else:
-        frames[index] = bytes(frame) + data.draw(st.binary(min_size=1, max_size=8))
-    decode_or_refuse(frames)
+        frame += data.draw(st.binary(min_size=1, max_size=8))
+    decode_or_refuse(sealed(*map(bytes, frames)))
+
+
+@pytest.mark.parametrize("cls", MESSAGES.values(), ids=lambda cls: cls.__name__)
+def test_a_turned_bit_anywhere_is_noticed(cls):
+    @settings(max_examples=8, deadline=None)
+    @given(messages(cls), st.integers(0, 2**63 - 1))
+    def check(message, boot):
+        frames = encode(message, boot)
+        for index, frame in enumerate(frames):
+            for bit in range(8 * len(frame)):
+                turned = bytearray(frame)
+                turned[bit // 8] ^= 1 << bit % 8
+                refuse([*frames[:index], bytes(turned), *frames[index + 1 :]])
+
+    check()
+
+
+@many
+@given(any_message, st.data())
+def test_frames_that_are_missing_repeated_moved_or_cut_are_noticed(message, data):
+    frames = encode(message, 1)
+    indices = st.integers(0, len(frames) - 1)
+    kind = data.draw(st.sampled_from(["missing", "repeated", "extra", "moved", "swapped", "cut", "grown", "border"]))
+    index, other = data.draw(indices), data.draw(indices)
+    harmed = list(frames)
+    if kind == "missing":
+        del harmed[index]
+    elif kind == "repeated":
+        harmed.insert(other, frames[index])
+    elif kind == "extra":
+        harmed.insert(data.draw(st.integers(0, len(frames))), data.draw(st.binary(max_size=8)))
+    elif kind == "moved":
+        harmed.insert(other, harmed.pop(index))
+    elif kind == "swapped":
+        harmed[index], harmed[other] = harmed[other], harmed[index]
+    elif kind == "cut":
+        harmed[index] = frames[index][: data.draw(st.integers(0, len(frames[index])))]
+    elif kind == "grown":
+        harmed[index] += data.draw(st.binary(min_size=1, max_size=8))
+    elif index:
+        # The bytes are the same and in the same order, but some belong to the frame before.
+        cut = data.draw(st.integers(0, len(frames[index])))
+        harmed[index - 1 : index + 1] = [frames[index - 1] + frames[index][:cut], frames[index][cut:]]
+    if harmed != frames:
+        refuse(harmed)
+
+
+def refuse(frames):
+    with pytest.raises(ProtocolError):
+        decode(frames)
+
+
+def test_the_checksum_comes_first():
+    for frames in (sealed([PROTOCOL_VERSION, 77, 1]), sealed([1, 4, 1]), sealed(b"\xc1"), encode(a_delta(), 1)):
+        frames[0] = frames[0][:-1] + bytes((frames[0][-1] ^ 1,))
+        with pytest.raises(ProtocolError, match="checksum"):
+            decode(frames)
+    assert sealed(encode(a_delta(), 1)[0][:-4], *encode(a_delta(), 1)[1:]) == encode(a_delta(), 1)
 
 
 def decode_or_refuse(frames):
@@ -219,34 +288,35 @@ def decode_or_refuse(frames):
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("content", "words"),
     [
-        (msgpack.packb([0, 1, 1]), "protocol 0"),
-        (msgpack.packb([1, 77, 1]), "unknown message tag 77"),
-        (msgpack.packb([1, "x", 1]), "unknown message tag"),
-        (msgpack.packb([1, 4]), "frame 0 is not"),
+        ([0, 1, 1], "protocol 0"),
+        ([2, 77, 1], "unknown message tag 77"),
+        ([2, "x", 1], "unknown message tag"),
+        ([2, 4], "frame 0 is not"),
         (msgpack.packb({"a": 1}), "frame 0 is not"),
-        (msgpack.packb([1, 4, "boot", "r", [1, 2, 3]]), "64-bit int"),
-        (msgpack.packb([1, 4, 1, "r", [1, 2]]), r"Abort\.attempt: expected a list of 3"),
-        (msgpack.packb([1, 4, 1, 5, [1, 2, 3]]), r"Abort\.rid: expected str, got int"),
-        (msgpack.packb([1, 4, 1, "r"]), r"Abort\.attempt is missing"),
-        (msgpack.packb([1, 4, 1, msgpack.ExtType(5, b"x"), [1, 2, 3]]), "max_ext_len"),
-        (msgpack.packb([1, 4, 1, msgpack.ExtType(5, b""), [1, 2, 3]]), "extension type 5"),
-        (msgpack.packb([1, 4, 1, msgpack.Timestamp(1), [1, 2, 3]]), "max_ext_len"),
-        (msgpack.packb([1, 4, 1, "r", [1, 2, True]]), "64-bit int, got bool"),
-        (msgpack.packb([1, 4, 1, "r", [1, 2, 2**64 - 1]]), "64-bit int"),
-        (msgpack.packb([1, 4, 1, "r", [1, 2, 3]]) + b"\0", "ExtraData"),
-        (msgpack.packb([1, 21, 1, "engine/0", 1, 0, 0, float("nan"), []]), "finite float"),
+        ([2, 4, "boot", "r", [1, 2, 3]], "64-bit int"),
+        ([2, 4, 1, "r", [1, 2]], r"Abort\.attempt: expected a list of 3"),
+        ([2, 4, 1, 5, [1, 2, 3]], r"Abort\.rid: expected str, got int"),
+        ([2, 4, 1, "r"], r"Abort\.attempt is missing"),
+        ([2, 4, 1, msgpack.ExtType(5, b"x"), [1, 2, 3]], "max_ext_len"),
+        ([2, 4, 1, msgpack.ExtType(5, b""), [1, 2, 3]], "extension type 5"),
+        ([2, 4, 1, msgpack.Timestamp(1), [1, 2, 3]], "max_ext_len"),
+        ([2, 4, 1, "r", [1, 2, True]], "64-bit int, got bool"),
+        ([2, 4, 1, "r", [1, 2, 2**64 - 1]], "64-bit int"),
+        (msgpack.packb([2, 4, 1, "r", [1, 2, 3]]), "ExtraData"),
+        ([2, 21, 1, "engine/0", 1, 0, 0, float("nan"), []], "finite float"),
         (b"\xdd" + (2**32 - 1).to_bytes(4, "big"), "max_array_len"),
         ((b"\xdd" + (MAX_ITEMS).to_bytes(4, "big")) * 2000, "not msgpack"),
         (b"\x91" * 100_000, "not msgpack"),
         (b"\xa4\xff\xff\xff\xff", "not msgpack"),
-        (b"", "not msgpack"),
+        (b"", "frame 0 is not|not msgpack"),
+        (msgpack.packb([2, 4, 1, "r", [1, 2, 3], b"1234"])[:-4], "frame 0 is not .*checksum"),
     ],
 )
-def test_refusals_say_what_is_wrong(frame, words):
+def test_refusals_say_what_is_wrong(content, words):
     with pytest.raises(ProtocolError, match=words):
-        decode([frame])
+        decode(sealed(content))
 
 
 def test_number_of_frames():
@@ -300,12 +370,35 @@ def test_kinds_of_specs_are_told_apart():
 
 
 def test_older_and_newer_peers():
-    frames = encode(Load("engine/0", 1, 2, 3, 0.5, [("a_total", {"x": "y"}, 1.0)]), 9)
-    header = msgpack.unpackb(frames[0])
-    older, newer = msgpack.packb(header[:8]), msgpack.packb([*header, "a field of the future", {"x": 1}])
-    assert decode([older])[1].metrics == []
-    assert decode([newer, b"an array of the future"])[1].metrics == [("a_total", {"x": "y"}, 1.0)]
-    assert decode([msgpack.packb([PROTOCOL_VERSION + 1, *header[1:]])])[0] == 9
+    header = msgpack.unpackb(encode(Load("engine/0", 1, 2, 3, 0.5, [("a_total", {"x": "y"}, 1.0)]), 9)[0])[:-1]
+    assert decode(sealed(header[:8]))[1].metrics == []
+    newer = sealed([*header, "a field of the future", {"x": 1}], b"an array of the future")
+    assert decode(newer)[1].metrics == [("a_total", {"x": "y"}, 1.0)]
+    assert decode(sealed([PROTOCOL_VERSION + 1, *header[1:]]))[0] == 9
+
+
+def test_peers_from_before_the_checksum_are_understood_well_enough_to_be_refused():
+    old = Hello("gateway", "g", 1, 1, True, None)
+    header = [1, *msgpack.unpackb(encode(old, 9)[0])[1:-1]]
+    for length in (9, len(header)):
+        boot, hello = decode([msgpack.packb(header[:length])])
+        assert boot == 9
+        assert same(hello, old)
+    header[6] = OLDEST_PROTOCOL
+    load = msgpack.unpackb(encode(Load("engine/0", 1, 2, 3, 0.5, []), 9)[0])[1:-1]
+    for content in (header, [2, *header[1:]], header[:8], [*header, 5], [1, *load]):
+        refuse([msgpack.packb(content)])
+    header[6] = 1
+    refuse([msgpack.packb(header), b""])
+    header[3] = 5
+    refuse([msgpack.packb(header)])
+
+
+def test_peers_from_before_the_checksum_understand_a_hello():
+    """They take frame 0 for one msgpack array, and what is behind the fields that they know for later additions."""
+    header = msgpack.unpackb(encode(Hello("engine", "e", 2, 2, True, None, "words"), 9)[0])
+    assert header[:10] == [2, 32, 9, "engine", "e", 2, 2, True, None, "words"]
+    assert len(header) == 13
 
 
 def test_optional_parts():

@@ -278,13 +278,57 @@ def test_a_silent_child_is_replaced():
     assert request.lower.attempt == Attempt(2, 77, 0)
 
 
-def test_a_child_that_takes_nothing_is_replaced_sooner():
+def test_a_child_whose_connection_is_lost_is_replaced_at_once():
     owner = Owner("T", "U")
     request = owner.open()
     first = request.lower.child.name
+    (other,) = {"T", "U"} - {first}
+    owner.take()
     owner.full = {first}
-    owner.advance(2.25)
-    assert request.lower.child.name != first
+    owner.parent.lost(first)
+    assert owner.sent == [(other, submit := owner.sent[0][1])]
+    assert (submit.rid, submit.attempt) == ("r", Attempt(2, 77, 0))
+    owner.full.clear()
+    owner.parent.close(request)
+    assert owner.open().lower.child.name == other  # the lost one has not said that it is ready
+    owner.parent.set_usable(first, True)
+    assert owner.open("again").lower.child.name == owner.parent.children.order("again")[0].name
+    owner.parent.lost("nobody")
+    owner.parent.reached("nobody")
+
+
+def test_what_waits_for_the_only_child_goes_out_when_it_is_reached(owner):
+    placed = owner.open("placed")
+    owner.take()
+    owner.full = {"T"}
+    owner.parent.lost("T")
+    owner.open("new")
+    assert owner.take() == []
+    assert placed.lower.attempt.g == 1  # there is nobody to move it to
+    owner.full.clear()
+    assert owner.take() == []  # it was full just now
+    owner.parent.reached("T")
+    assert [submit.rid for submit in owner.take(Submit)] == ["new"]
+    owner.crash(boot=6)
+    assert owner.take() == []  # its first life: nothing was lost
+    owner.crash(boot=7)
+    assert sorted((submit.rid, submit.attempt.g) for submit in owner.take(Submit)) == [("new", 2), ("placed", 2)]
+
+
+def test_all_children_are_lost_and_one_comes_back():
+    owner = Owner("T", "U")
+    request = owner.open()
+    owner.take()
+    owner.full = {"T", "U"}
+    owner.parent.lost("T")
+    owner.parent.lost("U")
+    assert owner.take() == []
+    last = request.lower.child.name
+    (other,) = {"T", "U"} - {last}
+    owner.full = {last}
+    owner.parent.reached(other)
+    assert [submit.rid for submit in owner.take(Submit)] == ["r"]
+    assert request.lower.child.name == other
 
 
 def test_a_child_that_is_gone_is_replaced():

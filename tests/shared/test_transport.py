@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 import uvloop
 
-from shared import transport
+from shared import pump as pump_module
 from shared.curve import write_curve_keys
 from shared.errors import StartupError
 from shared.messages import Abort, Attempt, Go
+from shared.pump import PUMP_BATCH
 from shared.transport import (
     Connector,
     Listener,
@@ -147,6 +151,164 @@ def test_poller(tmp_path, links):
     assert poller.poll(10) == [connector]
     poller.unregister(connector)
     assert poller.poll(0) == []
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+CHILD = """
+import sys, time
+from shared.messages import Attempt, Go
+from shared.transport import Connector, Listener
+
+kind, endpoint = sys.argv[1:]
+link = Listener(endpoint, boot=7) if kind == "listener" else Connector(endpoint, identity="child", boot=7)
+if kind == "connector":
+    while not link.send(Go("r", Attempt(1, 2, 3))):
+        time.sleep(0.01)
+print("there", flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def child():
+    """Starts a process with one link; the test may kill it."""
+    started = []
+
+    def start(kind, endpoint):
+        process = subprocess.Popen([sys.executable, "-c", CHILD, kind, endpoint], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"there\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def endpoint_of(kind, tmp_path):
+    if kind == "ipc":
+        return ipc(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_connector_hears_of_a_killed_listener_and_of_the_next(tmp_path, links, child, kind):
+    told, endpoint = [], endpoint_of(kind, tmp_path)
+    connector = links(Connector, endpoint, identity="a", on_connection=told.append)
+    poller = Poller()
+    poller.register(connector)
+    assert poller.poll(0.1) == []
+    assert told == []
+    for _ in range(2):
+        process = child("listener", endpoint)
+        until(lambda: poller.poll(0.05) == [] and told)
+        assert told == [True]
+        assert connector.connected
+        assert connector.send(Go("r", ATTEMPT))  # what was told is true of the next send
+        process.kill()
+        until(lambda: poller.poll(0.05) == [] and len(told) > 1)
+        assert told == [True, False]
+        assert not connector.connected
+        until(lambda: not connector.send(Go("r", ATTEMPT)))
+        told.clear()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_listener_hears_that_a_connection_was_lost(tmp_path, links, child, kind):
+    told = []
+    listener = links(Listener, endpoint_of(kind, tmp_path), on_disconnected=lambda: told.append("lost"))
+    other = links(Connector, listener.endpoint, identity="other")
+    poller = Poller()
+    poller.register(listener)
+    until(lambda: other.send(Go("r", ATTEMPT)))
+    process = child("connector", listener.endpoint)
+    peers = {until(listener.receive).peer for _ in range(2)}
+    assert peers == {"other", "child"}
+    assert listener.send("child", Go("r", ATTEMPT))
+    poller.poll(0)
+    assert told == []
+    process.kill()
+    until(lambda: poller.poll(0.05) == [] and told)
+    until(lambda: not listener.send("child", Go("r", ATTEMPT)))
+    assert listener.send("other", Go("r", ATTEMPT))
+    assert set(told) == {"lost"}
+
+
+def test_a_blip(tmp_path, links):
+    """The connection is cut between two live processes, and there again."""
+    told = []
+    listener = links(Listener, ipc(tmp_path))
+    with socket.socket(socket.AF_UNIX) as between:
+        between.bind(str(tmp_path / "between"))
+        between.listen()
+        connector = links(Connector, ipc(tmp_path, "between"), identity="a", on_connection=told.append)
+        poller = Poller()
+        poller.register(connector)
+        for cut in range(3):
+            one, _ = between.accept()
+            with one, socket.socket(socket.AF_UNIX) as two:
+                two.connect(str(tmp_path / "x"))
+                relaying = [threading.Thread(target=relay, args=pair) for pair in ((one, two), (two, one))]
+                for thread in relaying:
+                    thread.start()
+                until(lambda: poller.poll(0.02) == [] and told[-1:] == [True])
+                assert connector.send(Go(str(cut), ATTEMPT))
+                assert until(listener.receive).message.rid == str(cut)
+                for end in (one, two):
+                    end.shutdown(socket.SHUT_RDWR)
+                for thread in relaying:
+                    thread.join()
+    until(lambda: poller.poll(0.02) == [] and told[-1:] == [False])
+    assert told == [True, False] * 3
+
+
+def relay(source, to):
+    with contextlib.suppress(OSError):
+        while data := source.recv(4096):
+            to.sendall(data)
+
+
+def test_a_failed_handshake_is_no_connection(tmp_path, links):
+    keys, others = make_curve_keys(tmp_path / "a"), make_curve_keys(tmp_path / "b")
+    listener = links(Listener, "tcp://127.0.0.1:0", curve=keys)
+    stolen = write_curve_keys(
+        tmp_path / "c", (keys.server_public, others.server_secret), (others.client_public, others.client_secret)
+    )
+    told = []
+    poller = Poller()
+    for name, curve in (("stranger", stolen), ("plain", None), ("friend", load_curve_keys(tmp_path / "a"))):
+        told_it = functools.partial(lambda name, connected: told.append((name, connected)), name)
+        poller.register(links(Connector, listener.endpoint, identity=name, curve=curve, on_connection=told_it))
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end or not told:
+        poller.poll(0.02)
+    assert told == [("friend", True)]
+
+
+def test_monitors_leave_no_descriptor(tmp_path, links):
+    def make():
+        with contextlib.ExitStack() as stack:
+            listener = Listener(ipc(tmp_path), boot=1, on_disconnected=lambda: None)
+            stack.callback(listener.close)
+            connector = Connector(listener.endpoint, identity="a", boot=2, on_connection=lambda connected: None)
+            stack.callback(connector.close)
+            poller = Poller()
+            poller.register(connector)
+            poller.register(listener)
+            until(lambda: poller.poll(0.01) == [] and connector.connected)
+            poller.unregister(connector)
+            poller.unregister(listener)
+
+    make()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        make()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
 
 
 # -- endpoints -------------------------------------------------------------------------------------------------------
@@ -406,7 +568,7 @@ def test_pump_goes_on_after_an_exception(tmp_path, links):
     listener = links(Listener, ipc(tmp_path))
     connector = links(Connector, listener.endpoint, identity="a")
     until(lambda: connector.send(Go("0", ATTEMPT)))
-    for i in range(1, 1 + 2 * transport.PUMP_BATCH):
+    for i in range(1, 1 + 2 * PUMP_BATCH):
         assert connector.send(Go(str(i), ATTEMPT))
     heard, reported = [], []
 
@@ -420,17 +582,17 @@ def test_pump_goes_on_after_an_exception(tmp_path, links):
         pump = Pump(listener, on_message)
         pump.start()
         async with asyncio.timeout(20):
-            while len(heard) < 1 + 2 * transport.PUMP_BATCH:
+            while len(heard) < 1 + 2 * PUMP_BATCH:
                 await asyncio.sleep(0.005)
         pump.stop()
 
     asyncio.run(run())
-    assert heard == [str(i) for i in range(1 + 2 * transport.PUMP_BATCH)]
+    assert heard == [str(i) for i in range(1 + 2 * PUMP_BATCH)]
     assert [str(error) for error in reported] == ["a bug"]
 
 
 def test_a_pump_lets_the_loop_run_between_slow_messages(tmp_path, links, monkeypatch):
-    monkeypatch.setattr(transport, "PUMP_S", 0.0)
+    monkeypatch.setattr(pump_module, "PUMP_S", 0.0)
     listener = links(Listener, ipc(tmp_path))
     connector = links(Connector, listener.endpoint, identity="a")
     until(lambda: connector.send(Go("0", ATTEMPT)))
@@ -455,3 +617,42 @@ def test_a_pump_lets_the_loop_run_between_slow_messages(tmp_path, links, monkeyp
     # The second message may have been decoded before the loop took its turn; never two more.
     assert "turn" in told[:3]
     assert all("turn" in told[index : index + 3] for index in range(len(told) - 3))
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_a_pump_tells_of_connections(tmp_path, links, child, make_loop):
+    told, heard = [], []
+
+    async def run():
+        lost = asyncio.Event()
+        listener = links(Listener, ipc(tmp_path), on_disconnected=lost.set)
+        connector = links(Connector, ipc(tmp_path, "y"), identity="a", on_connection=told.append)
+        pumps = [Pump(listener, lambda received: heard.append(received.peer)), Pump(connector, heard.append)]
+        for pump in pumps:
+            pump.start()
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                below = child("listener", connector.endpoint)
+                while told[-1:] != [True]:
+                    await asyncio.sleep(0.01)
+                assert connector.send(Go("r", ATTEMPT))
+                below.kill()
+                while told[-1:] != [False]:
+                    await asyncio.sleep(0.01)
+            above = child("connector", listener.endpoint)
+            while not heard:
+                await asyncio.sleep(0.01)
+            lost.clear()
+            above.kill()
+            await lost.wait()
+        for pump in pumps:
+            pump.stop()
+            pump.stop()
+
+    loop = make_loop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+    assert told == [True, False] * 2
+    assert heard == ["child"]

@@ -15,6 +15,8 @@ from shared.config import Settings
 from shared.hop import ENGINE, Child, Growth, Log, Parent, Request, RunningClock, Timers
 from shared.logprobs import pack_records
 from shared.messages import (
+    OLDEST_PROTOCOL,
+    PROTOCOL_VERSION,
     Attempt,
     End,
     FinishReason,
@@ -31,6 +33,7 @@ from shared.transport import Connector, Listener, Pump, Received, new_boot
 from tokenizer_service.model import load_model
 from tokenizer_service.service import TokenizerService
 
+PROTOCOLS = OLDEST_PROTOCOL, PROTOCOL_VERSION
 TIMERS = Timers(beat_s=0.2, lease_s=10)
 EOS = End(FinishReason.STOP, cached_tokens=3)
 LENGTH = End(FinishReason.LENGTH, cached_tokens=3)
@@ -82,7 +85,8 @@ class ScriptedEngine:
     def on_message(self, received: Received) -> None:
         if isinstance(received.message, Hello):
             self.peers[received.peer] = received.message
-            self.link.send(received.peer, Hello("engine", "e", 1, 1, self.ready, self.card, status="loading weights"))
+            hello = Hello("engine", "e", *PROTOCOLS, self.ready, self.card, status="loading weights")
+            self.link.send(received.peer, hello)
         else:
             assert self.child.receive(received.peer, received.boot, received.message)
 
@@ -164,7 +168,7 @@ class CollectingGateway:
         if time.monotonic() - self._greeted > 0.1:
             self._greeted = time.monotonic()
             for link in self.links.values():
-                link.send(Hello("gateway", "g", 1, 1, True, None))
+                link.send(Hello("gateway", "g", *PROTOCOLS, True, None))
         self.parent.tick()
         self.parent.flush()
 
