@@ -56,6 +56,11 @@ class BlockPool:
         return len(self._unhashed) + len(self._hashed)
 
     @property
+    def num_held(self) -> int:
+        """Blocks that somebody holds, each counted once."""
+        return self.num_blocks - 1 - self.num_free
+
+    @property
     def num_references(self) -> int:
         """Holders of all blocks together."""
         return sum(block.ref for block in self._blocks[1:])

@@ -65,15 +65,12 @@ class KVCacheManager:
         sequence.num_hashed = len(hits)
         return num_cached
 
-    def is_being_computed(self, sequence: Sequence) -> bool:
-        """Whether another choice of the request is at work on prompt blocks that this one could share."""
-        if not self.enable_prefix_caching:
-            return False
-        full = (sequence.prompt_len - 1) // self.block_size
-        return any(
-            sibling.slot is not None and sibling.exit is None and sibling.num_hashed < full
-            for sibling in sequence.request.sequences
-        )
+    def first_digest(self, sequence: Sequence) -> bytes | None:
+        """The digest of its first block; None: it fills none, or nothing is cached."""
+        if not self.enable_prefix_caching or len(sequence.tokens) <= self.block_size:
+            return None
+        self._extend_digests(sequence, 1)
+        return sequence.digests[0]
 
     def num_cached(self, sequence: Sequence) -> int:
         """About how many tokens of a waiting sequence ``allocate`` would find cached, a multiple of the block size.
@@ -97,15 +94,40 @@ class KVCacheManager:
         hits = [] if sequence.scoring else self._match(sequence)
         return self.blocks_for(len(sequence.tokens)) - sum(block.ref > 0 for block in hits)
 
-    def append(self, sequence: Sequence) -> Block:
-        """One more block for a running sequence.
+    def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
+        """Have ``child`` begin with the blocks of the first ``num_tokens`` tokens of ``parent``, which are its own.
+
+        A last block that they do not fill is borrowed: the parent goes on writing into it, the child never does.
+        """
+        assert not child.blocks, f"{child} holds blocks already"
+        child.blocks = parent.blocks[: self.blocks_for(num_tokens)]
+        for block in child.blocks:
+            self.pool.hold(block, is_hit=False)
+        num_whole = num_tokens // self.block_size
+        child.num_hashed = min(parent.num_hashed, num_whole)
+        child.digests += parent.digests[len(child.digests) : num_whole]
+        child.borrows = num_tokens % self.block_size != 0
+
+    def grow(self, sequence: Sequence) -> tuple[Block, Block | None]:
+        """One more block to write into for a running sequence.
+
+        Returns:
+            The block, and the one that has to be copied into it first. The latter stays held: ``pool.release`` it once
+            the copy is done.
 
         Raises:
             IndexError: no block is free.
         """
-        block = self.pool.take()
-        sequence.blocks.append(block)
-        return block
+        if not sequence.borrows:
+            block, source = self.pool.take(), None
+            sequence.blocks.append(block)
+            return block, source
+        lent = sequence.blocks[-1]
+        sequence.borrows = False
+        if lent.ref == 1 and lent.digest is None:
+            return lent, None  # everybody else has left it
+        sequence.blocks[-1] = self.pool.take()
+        return sequence.blocks[-1], lent
 
     def commit(self, sequence: Sequence, tokens: Int32, num_settled: int) -> None:
         """Offer the blocks that the first ``num_settled`` tokens fill, KV written and settled, to the prefix map."""
@@ -123,6 +145,7 @@ class KVCacheManager:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_hashed = 0
+        sequence.borrows = False
 
     def promised(self, leaving: Iterable[Sequence]) -> int:
         """Blocks that are free once all of ``leaving`` are gone: those that nobody else holds."""

@@ -66,6 +66,8 @@ class EngineMetrics:
         self.epochs = registry.counter("headrace:epochs")
         self.suspects = registry.gauge("headrace:suspects")
         self.convicted = registry.counter("headrace:requests_convicted")
+        self.forks = registry.counter("headrace:forks")
+        """Choices that began with the prompt that another choice of the request had just computed."""
         self.stale_messages = registry.gauge("headrace:stale_messages")
         """Messages of an old epoch that were dropped."""
         self.malformed_messages = registry.gauge("headrace:malformed_messages")
@@ -148,6 +150,8 @@ def _samples_of(replica: Replica) -> list[Sample]:
     values = {
         "headrace:replica_requests_running": replica.num_running,
         "headrace:replica_kv_cache_usage_perc": replica.kv.pool.usage,
+        "headrace:replica_kv_blocks_held": replica.kv.pool.num_held,
+        "headrace:replica_kv_blocks_logical": sum(len(sequence.blocks) for sequence in replica.slots.occupied()),
         "headrace:replica_leaving": float(replica.leaving),
         "headrace:replica_prefix_cache_queries_total": replica.cache_queries,
         "headrace:replica_prefix_cache_hits_total": replica.cache_hits,

@@ -10,6 +10,7 @@ from collections import deque
 
 import numpy as np
 
+from core_engine.block import Block
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.queues import WaitingQueue
 from core_engine.request import Exit, Request, Sequence
@@ -24,14 +25,16 @@ class StepInFlight:
 
     number: int
     rows: Slots
-    """[rows] slots in the step, prefill rows first."""
+    """[rows] slots in the step: those of prefill rows, of decode rows, of forks."""
     sampled: Slots
     """[samples] slots that get a token, in the order of ``Step.sample``."""
     prefills: list[tuple[Sequence, int]]
-    """Prefill rows: the sequence, and its tokens whose KV is written after the step."""
+    """Of prefill rows, then of forks: the sequence, and its tokens whose KV is written after the step."""
     load: StepLoad
     predicted_s: float | None
     """Time that it was planned for; None: its prefills were not cut by time, or it has none."""
+    copied: list[Block] = dataclasses.field(default_factory=list)
+    """Held until it is settled: what it copies."""
 
 
 class Replica:
@@ -153,6 +156,8 @@ class Replica:
 
     def evacuate(self) -> None:
         """The epoch is over: every sequence that has not ended waits again, with the tokens that were settled."""
+        for step in self.window:
+            self.kv.pool.release(step.copied)
         self.window.clear()
         self.slots.inflight[:] = 0
         for sequence in self.slots.occupied():
@@ -177,7 +182,8 @@ class Replica:
             for block in sequence.blocks:
                 held[block.id] = held.get(block.id, 0) + 1
                 assert block.ref >= held[block.id]
-        assert sum(held.values()) == self.kv.pool.num_references, "a block is held by nobody's table"
+        copied = sum(len(step.copied) for step in self.window)
+        assert sum(held.values()) + copied == self.kv.pool.num_references, "a block is held by nobody's table"
         inflight = np.zeros_like(self.slots.inflight)
         for step in self.window:
             inflight[step.rows] += 1

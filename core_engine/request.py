@@ -64,6 +64,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "borrows",
         "cached_tokens",
         "choice",
         "context",
@@ -101,6 +102,8 @@ class Sequence:
         """The user's stop id that ended it."""
         self.blocks: list[Block] = []
         """The block table; only ever appended to while the sequence runs."""
+        self.borrows = False
+        """The last block of the table is another's to write into; it is copied before this one does."""
         self.digests: list[bytes] = []
         """Chain hashes of its first full blocks, as far as they were needed. They outlive a preemption."""
         self.num_hashed = 0

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from core_engine.admission import Admission
 from core_engine.replica import Replica
 from core_engine.request import Sequence
+from core_engine.sharing import Underway
 from core_engine.step_time import StepCosts, StepLoad
 
 if TYPE_CHECKING:
@@ -154,13 +155,13 @@ class Router:
         prospects = self.prospects(config, now)
         own = next(prospect for prospect in prospects if prospect.replica is replica)
         others = [prospect for prospect in prospects if prospect is not own and prospect.is_open]
-        num_left = 0
+        underway, num_left = Underway(replica), 0
         for sequence in list(waiting):
-            if replica.kv.is_being_computed(sequence):
-                continue
-            if others and choose(sequence, (own, *others)) not in (own, None):
+            goes_elsewhere = others and choose(sequence, (own, *others)) not in (own, None)
+            if goes_elsewhere or underway.makes_wait(sequence):
                 num_left += 1
-                if num_left == MOST_LOOKED_AT:
-                    return
             else:
                 yield sequence
+                underway.add(sequence)
+            if num_left == MOST_LOOKED_AT:
+                return

@@ -7,17 +7,20 @@ one token go first (decode never starves behind prefill), then prompts that are 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
+from core_engine.block import Block
 from core_engine.chunking import ChunkLimit, ChunkTarget
 from core_engine.metrics import EngineMetrics
 from core_engine.queues import WaitingQueue
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Sequence
-from core_engine.routing import Router
+from core_engine.routing import MOST_LOOKED_AT, Router
+from core_engine.sharing import Underway, fork, forks_of
 from core_engine.slot_table import Slots
 from core_engine.step_record import RowRecord, StepRecord
 from core_engine.step_time import StepLoad
@@ -52,6 +55,10 @@ class _Draft:
     """Sequence, tokens of it that the prefix cache holds."""
     blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     """Slot, block."""
+    forks: list[tuple[Sequence, Sequence]] = dataclasses.field(default_factory=list)
+    """Sequence with a prefill row, another choice that samples from it too."""
+    copies: list[tuple[Block, Block]] = dataclasses.field(default_factory=list)
+    """Source, destination."""
     granted: set[int] = dataclasses.field(default_factory=set)
     """Slots that got a block to decode into: no longer to be preempted in this step."""
     stalled: list[int] = dataclasses.field(default_factory=list)
@@ -93,6 +100,7 @@ class Scheduler:
         budget = self._plan_prefills(replica, draft, budget)
         if self.waiting and not (replica.leaving or draft.num_preempted or replica.num_draining_preemptions):
             self._admit(replica, draft, budget)
+        self._fork(replica, draft)
         if not draft.prefills and not len(decode):
             return None
         self.admission.stepped()
@@ -108,8 +116,8 @@ class Scheduler:
             return decode
         needy: list[Sequence] = slots.sequences[full].tolist()
         if len(needy) <= replica.kv.pool.num_free:
-            slots.capacity[full] += replica.kv.block_size
-            draft.blocks = [(slot, replica.kv.append(s).id) for slot, s in zip(full.tolist(), needy, strict=True)]
+            for sequence in needy:
+                self._append_block(replica, draft, sequence)
             return decode
         for sequence in sorted(needy, key=_rank):
             self._grow(replica, draft, sequence)
@@ -128,10 +136,16 @@ class Scheduler:
             if sequence.exit is None and sequence.slot is not None:
                 draft.stalled.append(slot)
             return
-        block = replica.kv.append(sequence)
-        replica.slots.capacity[slot] += replica.kv.block_size
-        draft.blocks.append((slot, block.id))
+        self._append_block(replica, draft, sequence)
         draft.granted.add(slot)
+
+    def _append_block(self, replica: Replica, draft: _Draft, sequence: Sequence) -> None:
+        block, source = replica.kv.grow(sequence)
+        replica.slots.capacity[sequence.slot] += replica.kv.block_size
+        assert sequence.slot is not None
+        draft.blocks.append((sequence.slot, block.id))
+        if source is not None:
+            draft.copies.append((source, block))
 
     def _make_room(self, replica: Replica, draft: _Draft, sequence: Sequence) -> bool:
         """Preempt until a block is free or promised. Returns whether one is free now."""
@@ -224,17 +238,21 @@ class Scheduler:
     def _candidates(self, replica: Replica) -> Iterator[Sequence]:
         """The waiting sequences that this replica should admit, in order; each is taken before the next is asked for.
 
-        None of them has to wait for another choice of its request, whose prompt it will find in the cache.
+        None of them has to wait for a prompt that is being computed and that it will share.
         """
         if len(self.router.replicas) > 1 and replica.reserved_for is None:
             yield from self.router.sequences_for(replica, self._admissible(replica), self.config, self._clock())
             return
-        while True:
-            waiting = self._admissible(replica)
-            sequence = next((each for each in waiting if not replica.kv.is_being_computed(each)), None)
+        underway, num_passed = Underway(replica), 0
+        while num_passed < MOST_LOOKED_AT:
+            sequence = next(itertools.islice(self._admissible(replica), num_passed, None), None)
             if sequence is None:
                 return
+            if underway.makes_wait(sequence):
+                num_passed += 1
+                continue
             yield sequence
+            underway.add(sequence)
 
     def _admissible(self, replica: Replica) -> Iterable[Sequence]:
         return self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting
@@ -253,6 +271,25 @@ class Scheduler:
             self._metrics.scheduled(sequence)
             replica.cache_queries += len(sequence.tokens)
             replica.cache_hits += sequence.cached_tokens
+
+    def _fork(self, replica: Replica, draft: _Draft) -> None:
+        """Start the other choices of the requests whose prompt is computed at the end of this step."""
+        if replica.leaving or draft.num_preempted or replica.num_draining_preemptions:
+            return
+        slots, most = replica.slots, self.config.max_num_seqs
+        for sequence, count in draft.prefills:
+            if len(sequence.request.sequences) == 1 or count < self._missing(replica, sequence):
+                continue
+            num_active = int(slots.decoding.sum()) + len(replica.prefilling) + len(draft.forks)
+            for child in forks_of(replica, sequence, self.admission, most - num_active):
+                self.waiting.remove(child)
+                slot = fork(replica, sequence, child)
+                draft.forks.append((sequence, child))
+                draft.admitted.append((child, child.prompt_len))
+                draft.blocks += [(slot, block.id) for block in child.blocks[: len(child.blocks) - child.borrows]]
+                if child.scheduled_at is None:
+                    child.scheduled_at = self._clock()
+                self._metrics.forks.inc()
 
     def _share(self, replica: Replica, budget: int, limit: ChunkLimit | None) -> int:
         """Tokens of a step that one of several prompts may take, so that a short one passes a long one."""
@@ -284,6 +321,10 @@ class Scheduler:
             sample[: len(complete), 0] = complete
             sampled = rows[sample[:, 0]]
         sample[:, 1] = sampled
+        if draft.forks:
+            forks = self._commit_forks(replica, draft)
+            sample = np.concatenate([sample, forks])
+            rows, sampled = np.concatenate([rows, forks[:, 1]]), np.concatenate([sampled, forks[:, 1]])
         slots.inflight[rows] += 1
         step = Step(
             epoch=replica.epoch,
@@ -295,14 +336,16 @@ class Scheduler:
             sample=sample,
             blocks=np.array(draft.blocks, np.int32).reshape(-1, 2),
             released=np.array(replica.released, np.int32),
-            copies=_NO_COPIES,
+            copies=_copies(draft.copies),
         )
-        ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence, _ in draft.prefills]
+        starting = [sequence for sequence, _ in draft.prefills] + [child for _, child in draft.forks]
+        ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence in starting]
         load = _load(prefill, len(decode), int(computed.sum()))
         predicted_s = draft.limit.predicted_s if draft.limit is not None and draft.prefills else None
         if not replica.window:
             replica.progress_at = self._clock()
-        replica.window.append(StepInFlight(step.number, rows, sampled, ends, load, predicted_s))
+        copied = [source for source, _ in draft.copies]
+        replica.window.append(StepInFlight(step.number, rows, sampled, ends, load, predicted_s, copied))
         if self._recorder is not None:
             self._recorder(_record(replica, draft, decode))
         replica.released, replica.finished, replica.preempted = [], [], []
@@ -324,6 +367,19 @@ class Scheduler:
                 if slots.num_tokens[slot] + 1 < slots.limit[slot]:
                     replica.start_decoding(slot)
         return prefill, complete
+
+    def _commit_forks(self, replica: Replica, draft: _Draft) -> Slots:
+        """[f, 2] forward row, slot of each fork."""
+        slots = replica.slots
+        row_of = {sequence: row for row, (sequence, _) in enumerate(draft.prefills)}
+        forks = np.empty((len(draft.forks), 2), np.intp)
+        for index, (parent, child) in enumerate(draft.forks):
+            slot = child.slot
+            assert slot is not None
+            forks[index] = row_of[parent], slot
+            if slots.num_tokens[slot] + 1 < slots.limit[slot]:
+                replica.start_decoding(slot)
+        return forks
 
 
 def _load(prefill: Slots, num_decodes: int, context: int) -> StepLoad:
@@ -375,6 +431,10 @@ def _record(replica: Replica, draft: _Draft, decode: Slots) -> StepRecord:
 def _rank(sequence: Sequence) -> tuple[int, tuple[int, int]]:
     """Orders running sequences: the last one is the first to be preempted."""
     return sequence.request.priority, sequence.arrival
+
+
+def _copies(pairs: list[tuple[Block, Block]]) -> Int32:
+    return np.array([(source.id, block.id) for source, block in pairs], np.int32) if pairs else _NO_COPIES
 
 
 def _joined(arrays: list[Int32]) -> Int32:

@@ -71,6 +71,7 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     _check(step, result, stops, slots)
     _keep_prompt_records(step, result)
     slots.inflight[step.rows] -= 1
+    kv.pool.release(step.copied)
     sampled, tokens, records = step.sampled, result.tokens, result.logprobs
     wanted = ~slots.ended[sampled]
     if not wanted.all():

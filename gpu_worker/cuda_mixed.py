@@ -74,7 +74,8 @@ def shape_of(step: Step, tile_tokens: int, max_rows: int) -> MixedShape | None:
     if rows is None or len(step.decode) > max_rows or num_tokens > MAX_TOKENS or len(step.prefill) > MAX_PREFILLS:
         return None
     rows = min(rows, max_rows)
-    return MixedShape(rows, padded_total(rows + num_tokens) - rows, tile_tokens)
+    shape = MixedShape(rows, padded_total(rows + num_tokens) - rows, tile_tokens)
+    return shape if len(step.sample) <= shape.num_samples else None
 
 
 def largest_shape(tile_tokens: int) -> MixedShape:

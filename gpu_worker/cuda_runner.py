@@ -25,6 +25,7 @@ from gpu_worker.cuda_state import CudaState, Int32, forward_rows
 from gpu_worker.device_clock import DeviceClock, HostTimes, StepTimes
 from gpu_worker.forward_context import ForwardContext
 from gpu_worker.host_copies import Returned
+from gpu_worker.kernels.block_copy import block_copy
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
 from gpu_worker.kernels.prefix_pass import PrefixTables, unpack
 from gpu_worker.kernels.state_kernels import DecodeInputs, gather_decode_inputs, gather_span_inputs, write_back
@@ -334,7 +335,7 @@ class CudaRunner:
         """Enter what a step changes; ``arrays`` come along to the device. The step's own work begins thereafter."""
         copies, *staged = self.state.update(step, step.copies, *arrays)
         if len(copies):
-            self.cache.copy(copies.long())
+            block_copy(self.cache.tensor, copies)
         self._clock.begin()
         return staged
 

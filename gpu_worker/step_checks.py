@@ -37,7 +37,7 @@ def check_step(
     _check_range("slot of a block", step.blocks[:, 0], 0, state.num_slots)
     _check_range("block", step.blocks[:, 1], 0, num_blocks)
     _check_room(step, block_counts, max_blocks)
-    _check_range("copied block", step.copies, 0, num_blocks)
+    _check_copies(step.copies, num_blocks)
     for name, slots in (("prefill", step.prefill[:, 0]), ("decode", step.decode), ("sample", step.sample[:, 1])):
         _check_range(f"slot of a {name} row", slots, 0, state.num_slots)
         _require(active[slots], slots, f"the slot of a {name} row holds no request")
@@ -95,6 +95,15 @@ def _check_named_ids(where: str, params: SamplingParams, vocab_size: int) -> Non
         raise StepError(f"{where}: bad_words_token_ids holds an empty list")
 
 
+def _check_copies(copies: Int32, num_blocks: int) -> None:
+    """All copies of a step are done at once."""
+    _check_range("copied block", copies, 1, num_blocks)
+    sources, destinations = copies[:, 0], copies[:, 1]
+    if len(np.unique(destinations)) != len(destinations):
+        raise StepError("two blocks are copied into one")
+    _require(~np.isin(sources, destinations), sources, "a block is both copied and copied into", "block")
+
+
 def _check_room(step: Step, block_counts: Int64, max_blocks: int) -> None:
     counts = block_counts.copy()
     counts[step.released] = 0
@@ -110,6 +119,6 @@ def _check_range(what: str, values: Int32, low: int, high: int) -> None:
         raise StepError(f"{what} {bad} is not in {low}..{high - 1}")
 
 
-def _require(good: npt.NDArray[np.bool_], slots: Int32, text: str) -> None:
+def _require(good: npt.NDArray[np.bool_], numbers: Int32, text: str, what: str = "slot") -> None:
     if not good.all():
-        raise StepError(f"{text}: slot {slots[~good][0]}")
+        raise StepError(f"{text}: {what} {numbers[~good][0]}")

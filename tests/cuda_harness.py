@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -39,6 +39,8 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 HALF = torch.bfloat16 if ON_GPU else torch.float16
 """The interpreter multiplies the bits of bfloat16 matrices as integers."""
 NO_IDS = np.empty(0, np.int32)
+ChoiceName: TypeAlias = tuple[str, int]
+"""Name of a request, number of a choice."""
 SENTINELS = {1: (torch.uint8, 0x7F), 2: (torch.int16, 0x7FC5), 4: (torch.int32, 0x7FC00005)}
 """By the bytes of a number: a NaN as an integer. One that is read makes NaN of whatever it meets."""
 
@@ -214,7 +216,7 @@ class Stack:
         self._order = itertools.count()
 
     def run(self, jobs: Sequence[Job], names: Sequence[str] | None = None) -> list[Answer]:
-        """Run all to their ends; their answers.
+        """Run all to their ends; the answers of all choices, request by request.
 
         Args:
             names: of the requests, which those without a seed draw by; None: "0", "1", ….
@@ -222,29 +224,30 @@ class Stack:
         names = names or [str(index) for index in range(len(jobs))]
         by_arrival = sorted(zip(names, jobs, strict=True), key=lambda each: each[1].arrives)
         arriving, wanted = deque(by_arrival), dict(by_arrival)
-        answers: dict[str, Answer] = {}
-        live: dict[str, Choice] = {}
+        answers: dict[ChoiceName, Answer] = {}
+        live: dict[ChoiceName, Choice] = {}
         window: deque[tuple[Step, Any, list[str]]] = deque()
         clock = 0
         while arriving or live or window:
             while arriving and (arriving[0][1].arrives <= clock or not (live or window)):
                 name, job = arriving.popleft()
-                (live[name],) = self.core.submit(self._request(name, job), {0: NO_IDS})
-                answers[name] = Answer()
+                numbers = range(job.params.n)
+                for choice in self.core.submit(self._request(name, job), dict.fromkeys(numbers, NO_IDS)):
+                    live[name, choice.choice], answers[name, choice.choice] = choice, Answer()
             while (step := self.core.plan(self.replica)) is not None:
                 sampled = [self.replica.slots.sequence_at(slot).request.rid for slot in step.sample[:, 1].tolist()]
                 window.append((step, self._launch(step), sampled))
             assert window, "requests are left, but there is nothing to do"
             self._settle(*window.popleft(), answers)
             clock += 1
-            for name, choice in list(live.items()):
-                if self._is_over(choice, wanted[name], answers[name]):
-                    del live[name]
+            for key, choice in list(live.items()):
+                if self._is_over(choice, wanted[key[0]], answers[key]):
+                    del live[key]
         assert self.replica.num_running == 0
         assert self.replica.kv.pool.num_references == 0
         if self.places is not None:
             self.places.check()
-        return [answers[name] for name in names]
+        return [answers[name, number] for name in names for number in range(wanted[name].params.n)]
 
     def metric(self, name: str) -> float:
         """The sum of a counter of the engine."""
@@ -261,7 +264,7 @@ class Stack:
             self.places.launched(step)
         return self.runner.launch(step)
 
-    def _settle(self, step: Step, launched: Any, sampled: list[str], answers: dict[str, Answer]) -> None:
+    def _settle(self, step: Step, launched: Any, sampled: list[str], answers: dict[ChoiceName, Answer]) -> None:
         output = launched.wait()
         assert len(output.tokens) == len(step.sample)
         if self.on_step is not None:
@@ -271,9 +274,10 @@ class Stack:
         )
         settled = self.core.settle(self.replica, result)
         for choice, token in zip(settled.sequences, settled.tokens.tolist(), strict=True):
-            answers[choice.request.rid].ids.append(token)
+            answers[choice.request.rid, choice.choice].ids.append(token)
         for index, record in settled.records:
-            answers[settled.sequences[index].request.rid].records.append(record)
+            choice = settled.sequences[index]
+            answers[choice.request.rid, choice.choice].records.append(record)
 
     def _is_over(self, choice: Choice, job: Job, answer: Answer) -> bool:
         if job.abort_at is not None and len(answer.ids) >= job.abort_at:

@@ -80,7 +80,7 @@ def replay_blocks(turns: Sequence[Turn], settings: Settings, vocab_size: int) ->
         tokens = np.concatenate([prompt, np.array(output, np.int32)])
         # The KV of the last token is never written.
         while len(sequence.blocks) < kv.blocks_for(len(tokens) - 1):
-            kv.append(sequence)
+            kv.grow(sequence)
         kv.commit(sequence, tokens, len(tokens) - 1)
         kv.release(sequence)
         sessions.answered(turn, output)

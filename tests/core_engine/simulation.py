@@ -88,6 +88,10 @@ class SimulatedWorker:
         for slot in step.released.tolist():
             del self.slots[slot]
         self._open(step)
+        assert not set(step.copies[:, 0].tolist()) & set(step.copies[:, 1].tolist()), "copies that depend on each other"
+        for source, destination in step.copies.tolist():
+            size = self.block_size
+            self.kv[destination * size :][:size] = self.kv[source * size :][:size]
         for slot, block in step.blocks.tolist():
             assert block != 0, "the null block was handed out"
             self.slots[slot].table.append(block)
@@ -140,9 +144,9 @@ class SimulatedWorker:
             raise Corrupt(f"{state.init.rid}: the prefix of position {end - 1} is not intact")
 
     def _sample(self, slot: int, start: int, count: int, target: int) -> int:
-        assert slot == target
-        state = self.slots[slot]
+        state = self.slots[target]
         assert start + count == len(state.tokens), "a sample row does not end at the last token"
+        assert self.slots[slot].hashes[start + count - 1] == state.hashes[-1], "a fork of another prefix"
         assert len(state.tokens) < state.init.limit, "a token at or beyond the limit"
         token = sample(state.hashes[-1], state.init.choice)
         state.tokens.append(token)

@@ -332,7 +332,7 @@ def test_forgotten_blocks_are_never_hit_again() -> None:
     kv.commit(running, running.tokens, 5)
     assert kv.pool.forget_all() == Forgotten(num_free=4, num_held=2)
     assert kv.pool.fill == kv.pool.usage
-    kv.append(running)
+    kv.grow(running)
     kv.commit(running, np.array([*running.tokens, 2], np.int32), 10)
     assert cached_lengths(kv, [prompt, conversation(1, 8)]) == [0, 0]
     kv.release(running)

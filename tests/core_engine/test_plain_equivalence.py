@@ -30,8 +30,9 @@ class PlainScheduler(Scheduler):
         for slot in candidates:
             assert not slots.leaving[slot]
             assert slots.num_computed[slot] + 1 < slots.limit[slot]
-            if slots.num_computed[slot] == len(slots.sequences[slot].blocks) * kv.block_size:
-                needy.append(slots.sequences[slot])
+            sequence = slots.sequences[slot]
+            if slots.num_computed[slot] >= (len(sequence.blocks) - sequence.borrows) * kv.block_size:
+                needy.append(sequence)
         if len(needy) > kv.pool.num_free:
             needy.sort(key=lambda sequence: (sequence.request.priority, sequence.arrival))
         for sequence in needy:
@@ -45,6 +46,8 @@ def plain_settle(replica: Replica, step: StepInFlight, result: StepResult, stops
     settled = Settled([], np.empty((0, 4), np.int32), np.empty(0, np.int32), [])
     for slot in step.rows.tolist():
         slots.inflight[slot] -= 1
+    for block in step.copied:
+        kv.pool.release([block])
     computed = dict.fromkeys(step.rows.tolist(), -1) | {s.slot: end for s, end in step.prefills}
     for row, records in result.prompt_logprobs:
         scored = step.prefills[row][0]

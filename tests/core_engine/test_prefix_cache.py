@@ -101,8 +101,8 @@ def test_choices_compute_their_prompt_once() -> None:
     request = simulation.submit(list(range(23)), "choices", n=4, max_tokens=6, ignore_eos=True)
     other = simulation.submit(list(range(40, 45)), "other", max_tokens=6, ignore_eos=True)
     simulation.run()
-    assert [sequence.cached_tokens for sequence in request.sequences] == [0, 20, 20, 20]
-    assert computed(simulation, "choices") == 23 + 3 * 3
+    assert [sequence.cached_tokens for sequence in request.sequences] == [0, 0, 0, 0]
+    assert computed(simulation, "choices") == 23
     first_steps = [row.request_id for record in simulation.records[:4] for row in record.rows]
     assert "other" in first_steps, "it waits for nobody's prompt"
     assert other.sequences[0].cached_tokens == 0

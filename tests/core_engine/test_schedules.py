@@ -66,7 +66,7 @@ def drive(
                 prompt,
                 salt=rng.choice(["", "", "x"]),
                 priority=rng.choice([0, 0, 1]),
-                n=rng.choice([1, 1, 1, 2]),
+                n=rng.choice([1, 1, 1, 2, 5]),
                 max_tokens=most,
                 min_tokens=rng.choice([0, 0, min(most, 4)]),
                 ignore_eos=rng.random() < 0.2,

@@ -52,6 +52,22 @@ def test_chunks_and_preemptions_write_for_requests_only(folder: Path) -> None:
     assert found[0].preemptions == 1
 
 
+@pytest.mark.parametrize(("length", "graphs"), [(16, False), (17, False), (21, True)])
+def test_choices_fork_and_copy_on_write(folder: Path, length: int, graphs: bool) -> None:
+    """Four choices share a prompt, beside another request; alone each of them gives the same."""
+    cpu = make_runner(folder, max_model_len=MAX_MODEL_LEN, num_slots=7, num_blocks_override=16)
+    params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=4, ignore_eos=True)
+    jobs = [JOBS[1], Job([60 + place for place in range(length)], params)]
+    alone = [Stack(cpu, max_num_seqs=1, watched=False).run([job]) for job in jobs]
+    expected = [answer.ids for answers in alone for answer in answers]
+    assert len({tuple(ids) for ids in expected[1:]}) > 1
+    assert ids_of(Stack(cpu, max_num_seqs=5, watched=False).run(jobs)) == expected
+    runner = make_cuda_runner(folder, num_slots=7, num_blocks=16, max_model_len=MAX_MODEL_LEN, graphs=graphs)
+    stack = Stack(runner, max_num_seqs=5)
+    assert ids_of(stack.run(jobs)) == expected
+    assert stack.metric("headrace:forks_total") == 3
+
+
 @pytest.mark.parametrize("damage", ["a free block", "a tail", "nothing written"])
 def test_damage_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     runner = make(folder, graphs=False)
