@@ -323,7 +323,7 @@ class Scheduler:
         sample[:, 1] = sampled
         if draft.forks:
             forks = self._commit_forks(replica, draft)
-            sample = np.concatenate([sample, forks])
+            sample = np.concatenate([sample, forks.astype(np.int32)])
             rows, sampled = np.concatenate([rows, forks[:, 1]]), np.concatenate([sampled, forks[:, 1]])
         slots.inflight[rows] += 1
         step = Step(

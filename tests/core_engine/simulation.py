@@ -20,6 +20,7 @@ from core_engine.replica import Replica
 from core_engine.request import Request, Sequence, stop_ids_of
 from core_engine.scheduler import SchedulerConfig
 from core_engine.step_record import StepRecord
+from shared.codec import encode
 from shared.messages import Epoch, FinishReason, SlotInit, Step, StepResult
 from shared.sampling import SamplingParams
 
@@ -83,6 +84,7 @@ class SimulatedWorker:
         self.number = 0
 
     def execute(self, step: Step) -> StepResult:
+        encode(step, boot=1)  # refuses wrong types and shapes
         assert step.number == self.number + 1, "a gap in the step numbers"
         self.number = step.number
         for slot in step.released.tolist():
