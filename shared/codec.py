@@ -25,6 +25,7 @@ import msgpack
 import numpy as np
 
 from shared.errors import ProtocolError
+from shared.frames import Frame
 from shared.message_checks import check_message
 from shared.messages import MESSAGES, OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Int32, Message
 
@@ -35,7 +36,6 @@ MAX_ITEMS = 1 << 20
 MAX_FRAMES = 32
 CHECKSUM_BYTES = 4
 
-Frame = bytes | memoryview
 Convert = Callable[[Any], Any]
 
 _INT32 = np.dtype("<i4")

@@ -36,6 +36,7 @@ from shared.codec import MAX_MESSAGE_BYTES, decode, encode
 from shared.curve import CurveKeys, load_curve_keys, write_curve_keys
 from shared.endpoints import resolve
 from shared.errors import ProtocolError, StartupError
+from shared.frames import join, split
 from shared.messages import Message
 from shared.pump import Pump
 
@@ -159,11 +160,12 @@ class _Socket:
         """Whether a message waits. Reading it also re-arms the edge-triggered file descriptor."""
         return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)  # type: ignore[operator, arg-type]
 
-    def _transmit(self, frames: list[bytes]) -> bool:
+    def _transmit(self, message: Message, peer: bytes | None = None) -> bool:
+        part = join(encode(message, self.boot))
         try:
-            for frame in frames[:-1]:
-                self._socket.send(frame, _NOBLOCK_MORE)
-            self._socket.send(frames[-1], _NOBLOCK)
+            if peer is not None:
+                self._socket.send(peer, _NOBLOCK_MORE)
+            self._socket.send(part, _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -173,15 +175,14 @@ class _Socket:
                 self.on_sent()
         return True
 
-    def _frames(self) -> list[bytes] | None:
-        try:
+    def _parts(self) -> list[bytes] | None:
+        with contextlib.suppress(zmq.Again):
             return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
+        return None
 
-    def _decoded(self, peer: str, frames: list[bytes]) -> Received | None:
+    def _decoded(self, peer: str, parts: list[bytes]) -> Received | None:
         try:
-            boot, message = decode(frames)
+            boot, message = decode([frame for part in parts for frame in split(part)])
         except ProtocolError as error:
             self.malformed += 1
             if self._on_malformed is not None:
@@ -267,12 +268,12 @@ class Listener(_Socket):
 
     def send(self, peer: str, message: Message) -> bool:
         """Send to the peer of that identity; False: it is not connected, or reads too slowly."""
-        return self._transmit([peer.encode("latin-1"), *encode(message, self.boot)])
+        return self._transmit(message, peer.encode("latin-1"))
 
     def receive(self) -> Received | None:
         """The next message; None: nothing is there. Broken ones are counted and skipped."""
-        while (frames := self._frames()) is not None:
-            received = self._decoded(frames[0].decode("latin-1"), frames[1:])
+        while (parts := self._parts()) is not None:
+            received = self._decoded(parts[0].decode("latin-1"), parts[1:])
             if received is not None:
                 return received
         return None
@@ -347,12 +348,12 @@ class Connector(_Socket):
 
     def send(self, message: Message) -> bool:
         """Send to the listener; False: there is no connection now, or it reads too slowly."""
-        return self._transmit(encode(message, self.boot))
+        return self._transmit(message)
 
     def receive(self) -> Received | None:
         """The next message, with the endpoint as its ``peer``; None: nothing is there."""
-        while (frames := self._frames()) is not None:
-            received = self._decoded(self.endpoint, frames)
+        while (parts := self._parts()) is not None:
+            received = self._decoded(self.endpoint, parts)
             if received is not None:
                 return received
         return None
@@ -366,8 +367,7 @@ class Connector(_Socket):
                 self._on_connection(connected)
 
 
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As plain numbers: ``send_multipart`` combines its enum flags anew for each frame, which costs as much as the send."""
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # to combine enums costs as much as a send
 
 Link: TypeAlias = Listener | Connector
 

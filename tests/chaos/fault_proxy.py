@@ -24,6 +24,7 @@ import zmq
 
 from shared.codec import decode
 from shared.errors import ProtocolError
+from shared.frames import join, split
 
 DELAY, DROP, DUPLICATE, REORDER = "delay", "drop", "duplicate", "reorder"
 TRUNCATE, CORRUPT, MISFRAME = "truncate", "corrupt", "misframe"
@@ -112,11 +113,11 @@ class FaultProxy:
             while not self._stopping.is_set():
                 ready = dict(self._poller.poll(POLL_MS))
                 if self._front in ready:
-                    identity, *frames = self._front.recv_multipart()
-                    self._handle((identity, True), frames, self._twin(identity))
+                    identity, part = self._front.recv_multipart()
+                    self._handle((identity, True), split_frames(part), self._twin(identity))
                 for identity, twin in list(self._twins.items()):
                     if twin in ready:
-                        self._handle((identity, False), twin.recv_multipart(), self._front)
+                        self._handle((identity, False), split_frames(twin.recv()), self._front)
                 self._send_due()
         finally:
             for socket in (self._front, *self._twins.values()):
@@ -135,7 +136,7 @@ class FaultProxy:
 
         def send(message: Frames) -> None:
             try:
-                socket.send_multipart([*prefix, *message], zmq.NOBLOCK)
+                socket.send_multipart([*prefix, join(message)], zmq.NOBLOCK)
             except zmq.ZMQError:
                 self.counts["lost"] += 1
 
@@ -245,6 +246,10 @@ def _shut_down(*sockets: socket.socket) -> None:
             each.shutdown(socket.SHUT_RDWR)
 
 
+def split_frames(part: bytes) -> Frames:
+    return [bytes(frame) for frame in split(part)]
+
+
 def damage(kind: str, frames: Frames, rng: random.Random) -> Frames:
     """Other frames than these, by a kind of ``DAMAGE``; none at all are no message, so one is left."""
     harm = {TRUNCATE: _truncate, CORRUPT: _turn_bits, MISFRAME: _misframe}[kind]
@@ -283,7 +288,7 @@ def _misframe(frames: Frames, rng: random.Random) -> None:
 
 def readable(frames: Frames) -> bool:
     try:
-        decode(frames)
+        decode(split(join(frames)))
     except ProtocolError:
         return False
     return True
