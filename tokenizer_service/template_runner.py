@@ -38,7 +38,8 @@ class TemplateRunner:
         self._turn = asyncio.Lock()
 
     async def start(self) -> dict[str, str]:
-        """Start the child; returns the errors of templates that do not compile, by name."""
+        """Start the child, in place of one that a chat has needed already; returns the errors of templates that do not
+        compile, by name."""
         async with self._turn:
             return await self._start() if self._load["templates"] else {}
 
@@ -80,6 +81,7 @@ class TemplateRunner:
             raise
 
     async def _start(self) -> dict[str, str]:
+        await self._kill()
         self._child = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",

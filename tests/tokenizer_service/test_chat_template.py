@@ -280,6 +280,23 @@ async def test_no_template_and_a_broken_template() -> None:
     await broken.close()
 
 
+async def test_a_chat_before_the_start_leaves_one_child() -> None:
+    before = children()
+    early = TemplateRunner({"default": GEMMA}, SPECIAL)
+    chat = json.dumps({"messages": ASK}).encode()
+    first = await early.render(chat)
+    assert await early.start() == {}
+    assert len(children() - before) == 1
+    assert await early.render(chat) == first
+    await early.close()
+    assert children() <= before
+
+
+def children() -> set[int]:
+    """Processes that this one has started and that run."""
+    return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
+
+
 def test_the_demo_prompt(tmp_path: Path) -> None:
     text = ChatTemplate(DEMO, {}).render({"messages": [{"role": "user", "content": "Hi"}]})
     assert text == (
