@@ -2,7 +2,7 @@
 
     python -m tests.chaos.soak [--requests N] --work FOLDER [--json FILE]
 
-During the first fifth any process is killed, later only the second gateway, tokenizer and worker. Memory of the first
+During the first twentieth any process is killed, later only the second gateway, tokenizer and worker. Memory of the first
 ones and of the engine is compared from a quarter of the requests to the end. Ends with status 1 if an answer was wrong,
 something was left behind, or memory was not flat.
 """
@@ -161,7 +161,7 @@ class Soak:
             for name, pid in self._pids.items():
                 self.samples[name].append(memory_of(pid, ended))
         if ended % FAULT_EVERY == 0 and ended < self.count:
-            name = self._rng.choice(LASTING + PASSING if ended <= self.count // 5 else PASSING)
+            name = self._rng.choice(LASTING + PASSING if ended <= self.count // 20 else PASSING)
             self.faults[name] += 1
             self.deployment.kill(name)
 
