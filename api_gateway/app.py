@@ -36,6 +36,7 @@ def make_app(gateway: Gateway) -> web.Application:
     app.router.add_post("/v1/chat/completions", routes_openai.chat_completions)
     app.router.add_post("/tokenize", routes_openai.tokenize)
     app.router.add_post("/detokenize", routes_openai.detokenize)
+    app.router.add_post("/reset_prefix_cache", routes_admin.reset_prefix_cache)
     return app
 
 

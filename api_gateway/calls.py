@@ -7,17 +7,36 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from shared.errors import ErrorCode, RequestError
-from shared.messages import Detokenize, Detokenized, Int32, Message, TextSpec, Tokenize, Tokenized
+from shared.messages import (
+    Detokenize,
+    Detokenized,
+    Int32,
+    Message,
+    PrefixCacheReset,
+    ResetPrefixCache,
+    TextSpec,
+    Tokenize,
+    Tokenized,
+)
 
 GIVE_UP_S = 30.0
+
+Question: TypeAlias = Tokenize | Detokenize | ResetPrefixCache
+Answer: TypeAlias = Tokenized | Detokenized | PrefixCacheReset
+ANSWERS: dict[type[Question], type[Answer]] = {
+    Tokenize: Tokenized,
+    Detokenize: Detokenized,
+    ResetPrefixCache: PrefixCacheReset,
+}
 
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    message: Tokenize | Detokenize
-    answer: asyncio.Future[Tokenized | Detokenized]
+    message: Question
+    answer: asyncio.Future[Answer]
     asked: str = ""
     asked_at: float = 0.0
     times: int = 0
@@ -55,7 +74,13 @@ class Calls:
         assert isinstance(answer, Detokenized)
         return answer
 
-    async def _ask(self, message: Tokenize | Detokenize) -> Tokenized | Detokenized:
+    async def reset_prefix_cache(self) -> PrefixCacheReset:
+        """Have every engine forget its cached prefixes. Raises as ``tokenize``."""
+        answer = await self._ask(ResetPrefixCache(next(self._numbers)))
+        assert isinstance(answer, PrefixCacheReset)
+        return answer
+
+    async def _ask(self, message: Question) -> Answer:
         call = _Call(message, asyncio.get_running_loop().create_future())
         self._open[message.call] = call
         try:
@@ -63,7 +88,8 @@ class Calls:
             async with asyncio.timeout(GIVE_UP_S):
                 answer = await call.answer
         except TimeoutError:
-            raise RequestError("no tokenizer has answered", code=ErrorCode.UNAVAILABLE) from None
+            asked = "engine" if isinstance(message, ResetPrefixCache) else "tokenizer"
+            raise RequestError(f"no {asked} has answered", code=ErrorCode.UNAVAILABLE) from None
         finally:
             del self._open[message.call]
         if answer.error is not None:
@@ -71,10 +97,9 @@ class Calls:
             raise RequestError(answer.error.message, answer.error.param, code)
         return answer
 
-    def on_answer(self, answer: Tokenized | Detokenized) -> None:
+    def on_answer(self, answer: Answer) -> None:
         call = self._open.get(answer.call)
-        expected = Tokenized if call is not None and isinstance(call.message, Tokenize) else Detokenized
-        if call is not None and isinstance(answer, expected) and not call.answer.done():
+        if call is not None and type(answer) is ANSWERS[type(call.message)] and not call.answer.done():
             call.answer.set_result(answer)
 
     def tick(self) -> None:

@@ -48,6 +48,15 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=render(request.app[GATEWAY]), headers={"Content-Type": CONTENT_TYPE})
 
 
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """``POST /reset_prefix_cache``: nothing that was cached before is found any more, when this has answered.
+
+    ``held_blocks`` of what was cached belong to running requests, which go on; they are free when these end.
+    """
+    answer = await request.app[GATEWAY].links.calls.reset_prefix_cache()
+    return json_response({"success": True, "forgotten_blocks": answer.num_forgotten, "held_blocks": answer.num_held})
+
+
 def package_version() -> str:
     try:
         return importlib.metadata.version("headrace")

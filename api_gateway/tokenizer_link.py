@@ -27,6 +27,7 @@ from shared.messages import (
     Load,
     Message,
     ModelCard,
+    PrefixCacheReset,
     TextSpec,
     Tokenized,
 )
@@ -196,7 +197,7 @@ class TokenizerLinks:
                 self._on_hello(received.peer, peer, hello)
             case Load() as load:
                 self._loads[load.source] = (load, self._clock())
-            case Tokenized() | Detokenized() as answer:
+            case Tokenized() | Detokenized() | PrefixCacheReset() as answer:
                 self.calls.on_answer(answer)
         self.parent.flush()
 

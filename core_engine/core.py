@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from core_engine.admission import Admission
+from core_engine.block_pool import Forgotten
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.limits import sequence_limit
 from core_engine.metrics import EngineMetrics
@@ -166,6 +167,11 @@ class EngineCore:
             self.waiting.remove(sequence)
         else:
             self.waiting.push(sequence)
+
+    def reset_prefix_cache(self) -> Forgotten:
+        """Forget every cached prefix on every replica; what was found, in blocks."""
+        found = [replica.kv.pool.forget_all() for replica in self.replicas]
+        return Forgotten(sum(each.num_free for each in found), sum(each.num_held for each in found))
 
     def _limit_of(self, request: Request) -> int:
         return sequence_limit(

@@ -16,7 +16,18 @@ from core_engine.stall import StallWatch
 from shared.errors import ErrorCode, RequestError
 from shared.hop import ENGINE, EngineChild, Log, RunningClock, Timers
 from shared.hop import Request as HopRequest
-from shared.messages import End, ErrorInfo, FinishReason, Hello, Int32, Load, PromptInfo, TokenSpec
+from shared.messages import (
+    End,
+    ErrorInfo,
+    FinishReason,
+    Hello,
+    Int32,
+    Load,
+    PrefixCacheReset,
+    PromptInfo,
+    ResetPrefixCache,
+    TokenSpec,
+)
 from shared.sampling import check_token_ids
 from shared.transport import Listener
 
@@ -74,6 +85,10 @@ class FrontendLink:
                 return
             if isinstance(received.message, Hello):
                 self._on_hello(received.peer, received.message)
+            elif isinstance(received.message, ResetPrefixCache):
+                found = self.core.reset_prefix_cache()
+                log.info("prefix cache forgotten", blocks=found.num_free, still_held=found.num_held)
+                self.listener.send(received.peer, PrefixCacheReset(received.message.call, *found))
             else:
                 self.child.receive(received.peer, received.boot, received.message)
 

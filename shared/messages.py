@@ -64,8 +64,10 @@ __all__ = [
     "Load",
     "Message",
     "ModelCard",
+    "PrefixCacheReset",
     "PromptInfo",
     "Ready",
+    "ResetPrefixCache",
     "SlotInit",
     "Step",
     "StepResult",
@@ -286,6 +288,25 @@ class Detokenized:
     error: ErrorInfo | None = None
 
 
+@message(52)
+class ResetPrefixCache:
+    """Forget every cached prefix. The tokenizer passes it on to all engines."""
+
+    call: int
+
+
+@message(53)
+class PrefixCacheReset:
+    """No prefix that was cached before is found any more."""
+
+    call: int
+    num_forgotten: int
+    """KV blocks that only cached: they are free."""
+    num_held: int
+    """KV blocks that running requests hold: they are free when these end."""
+    error: ErrorInfo | None = None
+
+
 # -- links -----------------------------------------------------------------------------------------------------------
 
 
@@ -428,4 +449,6 @@ Message: TypeAlias = (
     | Tokenized
     | Detokenize
     | Detokenized
+    | ResetPrefixCache
+    | PrefixCacheReset
 )

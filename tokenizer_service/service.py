@@ -21,10 +21,11 @@ from shared.hop import Relay, RunningClock, Timers
 from shared.lifecycle import install_signal_handlers
 from shared.links import DEFAULT_ENGINE_ENDPOINT, DEFAULT_TOKENIZER_ENDPOINT, curve_keys_of, process_name
 from shared.logging import get_logger
-from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Load, Message, ModelCard
+from shared.messages import OLDEST_PROTOCOL, PROTOCOL_VERSION, Hello, Load, Message, ModelCard, PrefixCacheReset
 from shared.transport import Connector, Listener, Pump, Received, new_boot
 from tokenizer_service.calls import Calls
 from tokenizer_service.encoder import Encoder
+from tokenizer_service.engine_calls import EngineCalls
 from tokenizer_service.engines import REFRESH_S, Engines, protocol_refusal
 from tokenizer_service.generation_config import SamplingDefaults
 from tokenizer_service.model import Model, load_model
@@ -45,6 +46,7 @@ class _Core:
     requests: Requests
     relay: Relay
     calls: Calls
+    engine_calls: EngineCalls
     engines: Engines
 
 
@@ -170,7 +172,8 @@ class TokenizerService:
             events=requests,
         )
         calls = Calls(encoder, model.detokenizer, self._listener.send)
-        return _Core(card, encoder, requests, relay, calls, engines)
+        engine_calls = EngineCalls(self._listener.send, engines.send, lambda: engines.names)
+        return _Core(card, encoder, requests, relay, calls, engine_calls, engines)
 
     def _connect(self, endpoint: str, on_connection: Callable[[bool], None]) -> Connector:
         identity = f"tokenizer/{self._name}/{self._boot:016x}"
@@ -196,7 +199,7 @@ class TokenizerService:
             self._early.append(received)
         elif self._core.relay.receive_from_gateway(received.peer, received.boot, message):
             self._flush_soon()
-        elif not self._core.calls.receive(received.peer, message):
+        elif not any(calls.receive(received.peer, message) for calls in (self._core.calls, self._core.engine_calls)):
             self._log.warning("unexpected message", peer=received.peer, kind=type(message).__name__)
 
     def _on_engine(self, received: Received) -> None:
@@ -208,6 +211,8 @@ class TokenizerService:
             self._core.engines.heard(received.peer, message)
         elif isinstance(message, Load):
             self._send_to_gateways(message)
+        elif isinstance(message, PrefixCacheReset):
+            self._core.engine_calls.on_answer(received.peer, message)
 
     def _on_engine_connection(self, name: str, connected: bool) -> None:
         assert self._core is not None

@@ -146,3 +146,20 @@ def test_cached_tokens_are_told_however_the_answer_ends(client: Any) -> None:
         cached = usage.prompt_tokens_details.cached_tokens
         assert 16 <= cached < usage.prompt_tokens
         assert cached % 16 == 0
+
+
+def test_a_reset_prefix_cache_holds_nothing(demo: Server) -> None:
+    body = {"model": "demo", "prompt": "What is forgotten is computed again. " * 6, "max_tokens": 2, "temperature": 0}
+
+    def cached() -> int:
+        details = demo.post("/v1/completions", body)["usage"]["prompt_tokens_details"]
+        return int(details["cached_tokens"])
+
+    cached()
+    before = cached()
+    told = demo.post("/reset_prefix_cache", {})
+    assert before >= 32
+    assert told["success"] is True
+    assert (told["forgotten_blocks"] >= before // 16, told["held_blocks"]) == (True, 0)
+    assert (cached(), cached()) == (0, before)
+    assert demo.post("/reset_prefix_cache", {})["forgotten_blocks"] >= before // 16
