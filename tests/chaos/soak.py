@@ -2,9 +2,9 @@
 
     python -m tests.chaos.soak [--requests N] --work FOLDER [--json FILE]
 
-During the first twentieth any process is killed, later only the second gateway, tokenizer and worker. Memory of the first
-ones and of the engine is compared from a quarter of the requests to the end. Ends with status 1 if an answer was wrong,
-something was left behind, or memory was not flat.
+During the first twentieth any process is killed, later only the second gateway, tokenizer and worker. Memory of the
+first ones and of the engine is compared from a quarter of the requests to the end. Ends with status 1 if an answer was
+wrong, something was left behind, or memory was not flat.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Soak:
             self._expected |= {first + index: answer for index, answer in report.answers.items()}
 
     async def _teach_words(self, opened: aiohttp.ClientSession) -> None:
-        """A tokenizer remembers how it has cut up to 10,000 words (4 MB). Have that behind us, or it looks like a leak."""
+        """Fill the cache of words of a tokenizer: 4 MB, up to which it grows with each new word."""
         while self.ended.total() < self.count // 8:
             await asyncio.sleep(0.1)
         for _ in range(120):
