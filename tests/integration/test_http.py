@@ -149,7 +149,7 @@ def test_cached_tokens_are_told_however_the_answer_ends(client: Any) -> None:
 
 
 def test_a_reset_prefix_cache_holds_nothing(demo: Server) -> None:
-    body = {"model": "demo", "prompt": "What is forgotten is computed again. " * 6, "max_tokens": 2, "temperature": 0}
+    body = {"model": "demo", "prompt": "Forgotten things come again. " * 6, "max_tokens": 2, "temperature": 0}
 
     def cached() -> int:
         details = demo.post("/v1/completions", body)["usage"]["prompt_tokens_details"]
