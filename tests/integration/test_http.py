@@ -148,7 +148,7 @@ def test_cached_tokens_are_told_however_the_answer_ends(client: Any) -> None:
         assert cached % 16 == 0
 
 
-def test_a_reset_prefix_cache_holds_nothing(demo: Server) -> None:
+def test_a_reset_prefix_cache_holds_nothing(demo: Any) -> None:
     body = {"model": "demo", "prompt": "Forgotten things come again. " * 6, "max_tokens": 2, "temperature": 0}
 
     def cached() -> int:
