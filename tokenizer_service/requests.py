@@ -104,6 +104,8 @@ class Requests:
             for log in request.logs:
                 self._open(log, progress)
                 self._write(log, 0)
+            # What the engine will say when it accepts; that may be lost on its way, and a stop string end the request.
+            request.prompt_tokens = len(prompt.ids)
             self.counts.prompt_tokens += len(prompt.ids)
             self.relay.start(request, progress.spec)
         except RequestError as error:

@@ -174,11 +174,11 @@ class Outbox:
         return True
 
     def _flush_held(self, send: Send) -> bool:
-        rows = [
-            (handle, request.upper is not None and request.upper.accepted, request.prompt_tokens, request.cached_tokens)
-            for handle, request in self.held.items()
-            if self.handles.get(handle) is request
-        ]
+        rows = []
+        for handle, request in self.held.items():
+            if self.handles.get(handle) is request:
+                accepted = request.upper is not None and request.upper.accepted
+                rows.append((handle, accepted, request.prompt_tokens if accepted else 0, request.cached_tokens))
         if rows and not send(self.peer, Held(np.array(rows, np.int32))):
             return False
         self.held.clear()

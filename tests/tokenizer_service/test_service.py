@@ -82,6 +82,15 @@ async def test_stop_strings_across_and_inside_tokens(demo: Rig) -> None:
     await demo.gateway.until(lambda: not demo.engine.child.requests)
 
 
+async def test_the_length_of_the_prompt_is_told_though_the_engines_word_is_lost(
+    demo: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo.engine.child, "accept", lambda request, prompt_tokens: None)
+    (log,) = await demo.gateway.ask("alphabet-5", spec("x", stop=["DEFGHIJ"]))
+    assert log.end is not None
+    assert (log.end.reason, log.end.prompt_tokens) == (FinishReason.STOP, 1)
+
+
 async def test_only_a_live_tail_is_held_back(demo: Rig) -> None:
     stop = ["\nObservation:"]
     (log,) = await demo.gateway.ask("observe", spec("x", stop=stop))
