@@ -83,8 +83,7 @@ __all__ = [
     "WorkerFailed",
 ]
 
-PROTOCOL_VERSION = 2
-"""1: without a checksum. 2: every message has one."""
+PROTOCOL_VERSION = 2  # 1: without a checksum
 OLDEST_PROTOCOL = 2
 FINISHED = 2**31 - 1
 """``have`` of an acknowledgement: nobody needs more of this choice."""
@@ -290,20 +289,17 @@ class Detokenized:
 
 @message(52)
 class ResetPrefixCache:
-    """Forget every cached prefix. The tokenizer passes it on to all engines."""
-
     call: int
+    """The tokenizer passes it on to all engines."""
 
 
 @message(53)
 class PrefixCacheReset:
-    """No prefix that was cached before is found any more."""
+    """No prefix that was cached before is found: free KV blocks that only cached, and those that requests hold."""
 
     call: int
     num_forgotten: int
-    """KV blocks that only cached: they are free."""
     num_held: int
-    """KV blocks that running requests hold: they are free when these end."""
     error: ErrorInfo | None = None
 
 
