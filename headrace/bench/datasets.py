@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.argument_types import count, positive
 from headrace.bench.tokenizer import BenchTokenizer
 from headrace.bench.workloads import WORKLOADS
 from shared.errors import StartupError
@@ -42,15 +43,15 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_argument("--dataset-name", choices=tuple(LOADERS), default="random", help="(default: random)")
     flags.add_argument("--dataset-path", metavar="FILE", help="file of sharegpt (JSON), custom (JSONL), sonnet (text)")
     flags.add_argument(
-        "--num-prompts", type=_positive, metavar="N", help="requests (default: 1000; nano, uniform, …: their own)"
+        "--num-prompts", type=positive, metavar="N", help="requests (default: 1000; nano, uniform, …: their own)"
     )
-    flags.add_argument("--input-len", type=_positive, metavar="N", help="same as --random-input-len")
-    flags.add_argument("--output-len", type=_positive, metavar="N", help="output length of any data set")
+    flags.add_argument("--input-len", type=positive, metavar="N", help="same as --random-input-len")
+    flags.add_argument("--output-len", type=positive, metavar="N", help="output length of any data set")
     flags.add_argument("--disable-shuffle", action="store_true", help="take a file's prompts in their order")
     flags.add_argument("--no-oversample", action="store_true", help="repeat no prompt when a file has too few")
-    flags.add_argument("--random-input-len", type=_positive, default=1024, metavar="N", help="(default: 1024)")
-    flags.add_argument("--random-output-len", type=_positive, default=128, metavar="N", help="(default: 128)")
-    flags.add_argument("--random-prefix-len", type=_count, default=0, metavar="N", help="shared by all prompts (0)")
+    flags.add_argument("--random-input-len", type=positive, default=1024, metavar="N", help="(default: 1024)")
+    flags.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="(default: 128)")
+    flags.add_argument("--random-prefix-len", type=count, default=0, metavar="N", help="shared by all prompts (0)")
     flags.add_argument(
         "--random-range-ratio",
         type=float,
@@ -58,16 +59,16 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="lengths are uniform in floor(L*(1-R))..ceil(L*(1+R)), 0 <= R < 1 (default: 0, all equal)",
     )
-    flags.add_argument("--sharegpt-output-len", type=_positive, metavar="N", help="instead of each answer's length")
+    flags.add_argument("--sharegpt-output-len", type=positive, metavar="N", help="instead of each answer's length")
     flags.add_argument(
         "--custom-output-len", type=int, default=256, metavar="N", help="-1: each line's output_tokens (default: 256)"
     )
-    flags.add_argument("--sonnet-input-len", type=_positive, default=550, metavar="N", help="(default: 550)")
-    flags.add_argument("--sonnet-output-len", type=_positive, default=150, metavar="N", help="(default: 150)")
-    flags.add_argument("--sonnet-prefix-len", type=_count, default=200, metavar="N", help="(default: 200)")
+    flags.add_argument("--sonnet-input-len", type=positive, default=550, metavar="N", help="(default: 550)")
+    flags.add_argument("--sonnet-output-len", type=positive, default=150, metavar="N", help="(default: 150)")
+    flags.add_argument("--sonnet-prefix-len", type=count, default=200, metavar="N", help="(default: 200)")
     for name, default in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10), ("output-len", 128)):
         help_text = f"(default: {default})"
-        flags.add_argument(f"--prefix-repetition-{name}", type=_positive, default=default, metavar="N", help=help_text)
+        flags.add_argument(f"--prefix-repetition-{name}", type=positive, default=default, metavar="N", help=help_text)
 
 
 def load_dataset(args: argparse.Namespace, tokenizer: BenchTokenizer, seed: int) -> list[SampleRequest]:
@@ -261,20 +262,6 @@ def _filled(args: argparse.Namespace, samples: Iterable[SampleRequest], seed: in
     if len(taken) < wanted and not args.no_oversample:
         taken += random.Random(seed).choices(taken, k=wanted - len(taken))
     return taken
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
 
 
 LOADERS: dict[str, Loader] = {

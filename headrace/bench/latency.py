@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.argument_types import at_least
 from headrace.bench import offline
 from headrace.sampling_params import SamplingParams
 from shared.config import Settings
@@ -62,14 +63,12 @@ def measure(settings: Settings, options: argparse.Namespace) -> Mapping[str, Any
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    whole = offline.at_least(1)
+    whole = at_least(1)
     parser.add_argument("--input-len", type=whole, default=32, help="tokens of a prompt (default: 32)")
     parser.add_argument("--output-len", type=whole, default=128, help="tokens of an output (default: 128)")
     parser.add_argument("--batch-size", type=whole, default=8, help="prompts in the batch (default: 8)")
     parser.add_argument("--n", type=whole, default=1, help="outputs of each prompt (default: 1)")
-    parser.add_argument(
-        "--num-iters-warmup", type=offline.at_least(0), default=10, help="iterations not counted (default: 10)"
-    )
+    parser.add_argument("--num-iters-warmup", type=at_least(0), default=10, help="iterations not counted (default: 10)")
     parser.add_argument("--num-iters", type=whole, default=30, help="iterations counted (default: 30)")
 
 

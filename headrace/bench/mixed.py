@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from headrace.argument_types import at_least
 from headrace.async_llm import AsyncLLM
 from headrace.bench import offline
 from headrace.bench.workloads import DECODE_INPUT, random_prompts
@@ -213,7 +214,7 @@ def measure(settings: Settings, options: argparse.Namespace) -> Mapping[str, Any
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    whole = offline.at_least(1)
+    whole = at_least(1)
     parser.add_argument("--num-decodes", type=whole, default=32, help="steady requests (default: 32)")
     parser.add_argument(
         "--decode-input-len",
@@ -224,9 +225,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-len", type=whole, default=8192, help="tokens of a long prompt (default: 8192)")
     parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between two of them (default: 1)")
     parser.add_argument("--num-prompts", type=whole, default=10, help="long prompts that count (default: 10)")
-    parser.add_argument(
-        "--num-warmups", type=offline.at_least(0), default=2, help="long prompts before those (default: 2)"
-    )
+    parser.add_argument("--num-warmups", type=at_least(0), default=2, help="long prompts before those (default: 2)")
 
 
 def _seconds(text: str) -> float:

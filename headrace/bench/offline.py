@@ -170,21 +170,6 @@ def makes_text(shape: Shape, options: argparse.Namespace) -> bool:
     return shape.has_tokenizer and not options.disable_detokenize
 
 
-def at_least(low: int) -> Callable[[str], int]:
-    """The type of a flag whose value is a whole number from ``low`` on."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if value < low:
-            raise argparse.ArgumentTypeError(f"{value} is below {low}")
-        return value
-
-    return parse
-
-
 def changed(settings: Settings) -> dict[str, Any]:
     """The model, and the settings that are not the defaults, by name; without API keys, since it is shown."""
     default = Settings()

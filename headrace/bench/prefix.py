@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core_engine.eviction import POLICIES
+from headrace.argument_types import at_least
 from headrace.bench import offline, prefix_policies
 from headrace.bench.datasets import SampleRequest, add_dataset_flags, load_dataset
 from headrace.bench.prefix_traces import TRACES
@@ -143,7 +144,7 @@ def _warmup(requests: Sequence[SampleRequest], tokenizer: BenchTokenizer, seed: 
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    whole = offline.at_least(1)
+    whole = at_least(1)
     parser.add_argument("--dataset-path", metavar="FILE", help="take prompts from a ShareGPT file, not random ones")
     parser.add_argument("--num-prompts", type=whole, help="different prompts")
     parser.add_argument("--repeat-count", type=whole, default=1, help="times that each is sent (default: 1)")
@@ -154,7 +155,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         help="tokens of a prompt, the prefix included",
     )
     parser.add_argument(
-        "--prefix-len", type=offline.at_least(0), default=0, help="tokens that all prompts begin with (default: 0)"
+        "--prefix-len", type=at_least(0), default=0, help="tokens that all prompts begin with (default: 0)"
     )
     parser.add_argument("--output-len", type=whole, default=10, help="tokens of an output (default: 10)")
     parser.add_argument("--sort", action="store_true", help="send by length instead of shuffled")

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.argument_types import above_zero, positive
 from headrace.bench.datasets import add_dataset_flags
 from headrace.bench.metrics import LATENCIES
 from headrace.bench.plot import plotting_problem
@@ -81,16 +82,16 @@ def _add_traffic_flags(parser: argparse.ArgumentParser) -> None:
         help="of prompts and arrivals; take another for each run, or a prefix cache knows the prompts (default: 0)",
     )
     traffic.add_argument(
-        "--request-rate", type=_above_zero, default=math.inf, metavar="R", help="requests/s (default: inf, all at once)"
+        "--request-rate", type=above_zero, default=math.inf, metavar="R", help="requests/s (default: inf, all at once)"
     )
     traffic.add_argument(
         "--burstiness",
-        type=_above_zero,
+        type=above_zero,
         default=1.0,
         metavar="B",
         help="shape of the gamma distributed gaps; 1: Poisson, below: bursts, above: more even (default: 1)",
     )
-    traffic.add_argument("--max-concurrency", type=_at_least_one, metavar="N", help="requests at once (default: any)")
+    traffic.add_argument("--max-concurrency", type=positive, metavar="N", help="requests at once (default: any)")
     traffic.add_argument(
         "--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (default: 0)"
     )
@@ -185,18 +186,4 @@ def _object(text: str) -> dict[str, Any]:
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
     return value

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpu_worker.start_parts import EVENT as PART
+from headrace.argument_types import at_least
 from headrace.bench import offline
 from headrace.bench.startup_child import FIRST_TOKEN, PROCESS_UP, READY, STOPPED
 from headrace.client import RequestFailed, base_url, readiness, stream_completion
@@ -238,16 +239,14 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    some = offline.at_least(0)
+    some = at_least(0)
     parser.add_argument("--serve", action="store_true", help="start headrace serve and ask it over HTTP")
     parser.add_argument("--num-iters-cold", type=some, default=3, help="cold starts (default: 3)")
     parser.add_argument(
         "--num-iters-warmup", type=some, default=1, help="starts before the warm ones, not counted (default: 1)"
     )
     parser.add_argument("--num-iters-warm", type=some, default=3, help="warm starts (default: 3)")
-    parser.add_argument(
-        "--input-len", type=offline.at_least(1), default=32, help="tokens of the first prompt (default: 32)"
-    )
+    parser.add_argument("--input-len", type=at_least(1), default=32, help="tokens of the first prompt (default: 32)")
 
 
 def _summary(kind: str, starts: Sequence[Start]) -> dict[str, Any]:

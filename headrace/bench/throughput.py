@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace.argument_types import at_least
 from headrace.bench import offline
 from headrace.bench.datasets import SampleRequest, add_dataset_flags, load_dataset
 from headrace.bench.tokenizer import BenchTokenizer
@@ -120,15 +121,15 @@ def _with_length(request: SampleRequest, length: int) -> SampleRequest:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_dataset_flags(parser)
-    parser.add_argument("--n", type=offline.at_least(1), default=1, help="outputs of each prompt (default: 1)")
+    parser.add_argument("--n", type=at_least(1), default=1, help="outputs of each prompt (default: 1)")
     parser.add_argument(
         "--repeat",
-        type=offline.at_least(1),
+        type=at_least(1),
         default=1,
         help="runs, each with the next seed, so that no run finds another's prompts cached; the median counts",
     )
     parser.add_argument(
-        "--num-warmups", type=offline.at_least(0), default=8, help="short requests before, not counted (default: 8)"
+        "--num-warmups", type=at_least(0), default=8, help="short requests before, not counted (default: 8)"
     )
 
 

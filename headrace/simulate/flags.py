@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from headrace.argument_types import above_zero, count, positive
 from headrace.bench.plot import plotting_problem
 from headrace.simulate.device import GIB, PRESETS
 from headrace.simulate.generate import GENERATORS
@@ -68,31 +69,31 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
     )
     load = parser.add_argument_group("load")
     load.add_argument("--dataset-name", choices=tuple(GENERATORS), help="draw the requests instead of a TRACE")
-    load.add_argument("--num-prompts", type=_positive, metavar="N", help="requests; of a TRACE the first (1000; all)")
+    load.add_argument("--num-prompts", type=positive, metavar="N", help="requests; of a TRACE the first (1000; all)")
     load.add_argument(
-        "--request-rate", type=_above_zero, default=math.inf, metavar="R", help="requests/s of a data set (all at once)"
+        "--request-rate", type=above_zero, default=math.inf, metavar="R", help="requests/s of a data set (all at once)"
     )
     load.add_argument(
-        "--burstiness", type=_above_zero, default=1.0, metavar="B", help="1: Poisson; below: bursts (default: 1)"
+        "--burstiness", type=above_zero, default=1.0, metavar="B", help="1: Poisson; below: bursts (default: 1)"
     )
     load.add_argument(
-        "--speedup", type=_above_zero, default=1.0, metavar="X", help="requests come X times as fast (default: 1)"
+        "--speedup", type=above_zero, default=1.0, metavar="X", help="requests come X times as fast (default: 1)"
     )
-    load.add_argument("--max-concurrency", type=_positive, metavar="N", help="requests at once (default: any)")
+    load.add_argument("--max-concurrency", type=positive, metavar="N", help="requests at once (default: any)")
     load.add_argument(
-        "--max-tokens", type=_positive, metavar="N", help="what clients ask for at least (default: the output's length)"
+        "--max-tokens", type=positive, metavar="N", help="what clients ask for at least (default: the output's length)"
     )
-    load.add_argument("--random-input-len", type=_positive, default=1024, metavar="N", help="(default: 1024)")
-    load.add_argument("--random-output-len", type=_positive, default=128, metavar="N", help="(default: 128)")
-    load.add_argument("--random-prefix-len", type=_count, default=0, metavar="N", help="shared by all prompts (0)")
+    load.add_argument("--random-input-len", type=positive, default=1024, metavar="N", help="(default: 1024)")
+    load.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="(default: 128)")
+    load.add_argument("--random-prefix-len", type=count, default=0, metavar="N", help="shared by all prompts (0)")
     load.add_argument(
         "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths are L*(1-R) to L*(1+R) (default: 0)"
     )
-    load.add_argument("--input-len", type=_positive, metavar="N", help="mean prompt of sharegpt-like (default: 220)")
-    load.add_argument("--output-len", type=_positive, metavar="N", help="mean output of sharegpt-like (default: 190)")
+    load.add_argument("--input-len", type=positive, metavar="N", help="mean prompt of sharegpt-like (default: 220)")
+    load.add_argument("--output-len", type=positive, metavar="N", help="mean output of sharegpt-like (default: 190)")
     for name, default in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10), ("output-len", 128)):
         text = f"(default: {default})"
-        load.add_argument(f"--prefix-repetition-{name}", type=_positive, default=default, metavar="N", help=text)
+        load.add_argument(f"--prefix-repetition-{name}", type=positive, default=default, metavar="N", help=text)
 
 
 def _add_device_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,14 +103,14 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument("--fit", metavar="STEP_LOG", help="take the times from the --step-log of a real server")
     device.add_argument("--save-device", metavar="FILE.json", help="write the fitted device")
     device.add_argument(
-        "--gpu-memory", type=_above_zero, metavar="GIB", help=f"memory of the device, {GIB:,} bytes each"
+        "--gpu-memory", type=above_zero, metavar="GIB", help=f"memory of the device, {GIB:,} bytes each"
     )
-    device.add_argument("--num-gpu-blocks", type=_positive, metavar="N", help="same as --num-gpu-blocks-override")
+    device.add_argument("--num-gpu-blocks", type=positive, metavar="N", help="same as --num-gpu-blocks-override")
     device.add_argument(
-        "--weights-bytes", type=_positive, metavar="N", help="of the model (default: of --model, or the device's)"
+        "--weights-bytes", type=positive, metavar="N", help="of the model (default: of --model, or the device's)"
     )
     device.add_argument(
-        "--kv-bytes-per-token", type=_positive, metavar="N", help="of the model (default: of --model, or the device's)"
+        "--kv-bytes-per-token", type=positive, metavar="N", help="of the model (default: of --model, or the device's)"
     )
 
 
@@ -126,24 +127,3 @@ def sweep_flag(name: str, value: str) -> str:
     if value in ("true", "false"):
         return f"--{name}" if value == "true" else f"--no-{name}"
     return f"--{name}={value}"
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
