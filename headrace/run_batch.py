@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
@@ -45,17 +46,33 @@ def main(argv: Sequence[str]) -> int:
     settings, args = parse_with_flags(
         None, argv, _add_flags, defaults={"model": "", "target_itl_ms": 0.0}, prog=PROG, description=DESCRIPTION
     )
-    signal.signal(signal.SIGTERM, lambda signum, _frame: sys.exit(128 + signum))
+    terminated = _interrupt_on_sigterm()
     try:
         server = _server(args, settings, argv)
         _check_files(args)
-        return exit_code_of(PROG, lambda: _run_batch(args, server))
+        code = exit_code_of(PROG, lambda: _run_batch(args, server))
+        return 128 + signal.SIGTERM if terminated.is_set() else code
     except (BatchFileError, UsageError) as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return EXIT_USAGE
     except OSError as error:
         print(f"{PROG}: error: {error}", file=sys.stderr)
         return EXIT_FAILURE
+
+
+def _interrupt_on_sigterm() -> threading.Event:
+    """Let SIGTERM do what Ctrl-C does. The event tells that it came.
+
+    An event loop makes a cancellation of Ctrl-C; an exception of our own would come up in the middle of any callback.
+    """
+    came = threading.Event()
+
+    def on_sigterm(_signum: int, _frame: object) -> None:
+        came.set()
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    return came
 
 
 class UsageError(Exception):

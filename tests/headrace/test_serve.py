@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -43,7 +44,10 @@ class Server:
         """Name and process id of the children, as ``ps`` shows them."""
         found = {}
         for pid in _children(self.process.pid):
-            words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            try:
+                words = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue  # Ended and reaped since it was listed.
             if words[1:3] == ["-P", "-m"]:
                 name = next((word.removeprefix("--name=worker-") for word in words if word.startswith("--name=")), "0")
                 found[words[3] if name == "0" else f"{words[3]}/{name}"] = pid
@@ -76,7 +80,8 @@ class Server:
 def _children(pid: int) -> list[int]:
     found = []
     for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in task.read_text().split()]
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in task.read_text().split()]
     return found
 
 
