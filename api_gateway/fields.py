@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from shared.errors import RequestError
-from shared.sampling import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, check_count
+from shared.sampling import MAX_BEAM_WIDTH, MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, check_count
 
 Check: TypeAlias = Callable[[str, Any], Any]
 """(field name, JSON value) -> the value as it is used; raises RequestError."""
@@ -200,6 +200,13 @@ def text_format(name: str, value: Any) -> None:
         raise RequestError(f'{name} {show(kind)} is not supported; only {{"type": "text"}} is', name)
 
 
+def early_stopping(name: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "never":
+        raise RequestError(f'{name} must be true, false or "never", got {show(value)}', name)
+    rule: bool | str = value
+    return rule
+
+
 def anything(_name: str, value: Any) -> Any:
     return value
 
@@ -244,6 +251,10 @@ _SAMPLING: dict[str, Field] = {
     "bad_words": taken(strings, []),
     "prompt_logprobs": taken(integer()),
     "truncate_prompt_tokens": taken(integer()),
+    "use_beam_search": taken(boolean, False),
+    "beam_width": taken(integer(1, MAX_BEAM_WIDTH)),
+    "length_penalty": taken(number, 1.0),
+    "early_stopping": taken(early_stopping, False),
 }
 
 _COMMON: dict[str, Field] = {
@@ -258,9 +269,6 @@ _COMMON: dict[str, Field] = {
     "return_token_ids": taken(boolean, False),
     "return_tokens_as_token_ids": taken(boolean, False),
     # Known, and they would change the answer.
-    "length_penalty": neutral_only(1),
-    "early_stopping": neutral_only(False),
-    "use_beam_search": neutral_only(False),
     "spaces_between_special_tokens": neutral_only(True),
     "truncation_side": neutral_only("left"),
     "logprob_token_ids": neutral_only([]),
@@ -286,7 +294,7 @@ _COMMON: dict[str, Field] = {
     "service_tier": WITHOUT_EFFECT,
     "store": WITHOUT_EFFECT,
     "stream_interval": WITHOUT_EFFECT,
-    "user": WITHOUT_EFFECT,
+    "user": taken(anything),
 }
 
 _CHAT_TEMPLATE: dict[str, Field] = {

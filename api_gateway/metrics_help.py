@@ -11,6 +11,7 @@ HELP = {
     "headrace:gateway_timeouts": "Requests that were ended by their own timeout.",
     "headrace:malformed_messages": "Messages that the engine could not read and dropped.",
     "headrace:overrun_rows": "Sampled tokens that were dropped because their request had ended.",
+    "headrace:priority_preemptions": "Preemptions that made way for a request of a higher priority.",
     "headrace:replica_compute_seconds": "Time that a worker's steps took on its device.",
     "headrace:replica_kv_blocks_held": "KV blocks of a worker that running requests hold, each counted once.",
     "headrace:replica_kv_blocks_logical": "Entries of the block tables on a worker; more than are held where blocks "

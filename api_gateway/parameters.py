@@ -63,6 +63,26 @@ def _shown(values: Mapping[str, Any], logprobs: int | None, echo: bool) -> Shown
     )
 
 
+def defaults_of(body: Mapping[str, Any], limits: Limits) -> Mapping[str, Any]:
+    """What stands for fields that a body leaves out: the model's own, but none that draws where beams are searched."""
+    if body.get("use_beam_search") is not True:
+        return limits.defaults
+    kept = {name: value for name, value in limits.defaults.items() if name == "max_tokens"}
+    return {"temperature": 0.0, **kept}
+
+
+def take_beam_width(values: dict[str, Any]) -> None:
+    """Fill in ``beam_width`` of checked values: as vLLM had it, ``best_of``, or ``n``.
+
+    Raises:
+        RequestError: it is given without ``use_beam_search``.
+    """
+    if values["use_beam_search"]:
+        values["beam_width"] = values["beam_width"] or values.get("best_of") or values["n"]
+    elif values["beam_width"] is not None:
+        raise RequestError("beam_width is only allowed with use_beam_search: true", "beam_width")
+
+
 def sampling_params(
     values: Mapping[str, Any], shown: Shown, limits: Limits, *, choices: int, max_tokens: int | None
 ) -> SamplingParams:

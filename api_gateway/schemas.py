@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -10,7 +11,15 @@ import orjson
 
 from api_gateway.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields, show
 from api_gateway.limits import Limits
-from api_gateway.parameters import Shown, sampling_params, seeded, shown_of_chat, shown_of_completion
+from api_gateway.parameters import (
+    Shown,
+    defaults_of,
+    sampling_params,
+    seeded,
+    shown_of_chat,
+    shown_of_completion,
+    take_beam_width,
+)
 from api_gateway.prompts import MAX_PROMPTS, read_prompts, read_token_ids
 from shared.errors import ErrorCode, RequestError
 from shared.messages import Int32, TextSpec
@@ -80,8 +89,10 @@ def parse_completion(body: bytes, limits: Limits) -> GenerationRequest:
     Raises:
         RequestError: 400 with the field's name, or 404 for an unknown model.
     """
-    values, ignored = read_fields(parse_body(body), COMPLETIONS, limits.defaults)
+    given = parse_body(body)
+    values, ignored = read_fields(given, COMPLETIONS, defaults_of(given, limits))
     check_model(values["model"], limits)
+    take_beam_width(values)
     shown = shown_of_completion(values)
     generated = _best_of(values)
     params = sampling_params(values, shown, limits, choices=generated, max_tokens=COMPLETIONS_MAX_TOKENS)
@@ -102,8 +113,10 @@ def parse_chat(body: bytes, limits: Limits) -> GenerationRequest:
     Raises:
         RequestError: 400 with the field's name, or 404 for an unknown model.
     """
-    values, ignored = read_fields(parse_body(body), CHAT, limits.defaults)
+    given = parse_body(body)
+    values, ignored = read_fields(given, CHAT, defaults_of(given, limits))
     check_model(values["model"], limits)
+    take_beam_width(values)
     shown = shown_of_chat(values)
     params = sampling_params(values, shown, limits, choices=values["n"], max_tokens=None)
     if values["reasoning_effort"] is not None:
@@ -139,7 +152,7 @@ def parse_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
 
 
 def for_tenant(request: GenerationRequest, tenant: str, *, isolated: bool) -> GenerationRequest:
-    """The request as it belongs to ``tenant``; "" is everybody.
+    """The request as it belongs to ``tenant``; "" is no one, and the field ``user`` says whose it is.
 
     Args:
         isolated: what a tenant has cached is its own, whatever salt another one sends.
@@ -153,6 +166,13 @@ def for_tenant(request: GenerationRequest, tenant: str, *, isolated: bool) -> Ge
         for spec in request.specs
     ]
     return dataclasses.replace(request, specs=specs)
+
+
+def _tenant_of(user: Any) -> str:
+    """A name made from the field ``user``, which may say anything; "" without one."""
+    if not isinstance(user, str) or not user:
+        return ""
+    return "user-" + hashlib.sha256(user.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def check_model(name: str | None, limits: Limits) -> None:
@@ -188,7 +208,7 @@ def _generation(
 def _best_of(values: Mapping[str, Any]) -> int:
     """How many choices of each prompt are generated."""
     n, best_of = values["n"], values["best_of"]
-    if best_of is None:
+    if best_of is None or values["use_beam_search"]:
         return int(n)
     if best_of < n:
         raise RequestError(f"best_of {best_of} must not be less than n {n}", "best_of")
@@ -202,6 +222,7 @@ def _base_spec(values: Mapping[str, Any], params: SamplingParams) -> TextSpec:
         params=params,
         add_special_tokens=values["add_special_tokens"],
         priority=values["priority"],
+        tenant=_tenant_of(values["user"]),
         cache_salt=values["cache_salt"],
     )
 

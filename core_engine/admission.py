@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -42,18 +43,23 @@ class Admission:
         """
         if replica.num_running == 0:
             return 0
-        kv = replica.kv
         if growth is None:
             growth = self.expected_growth(replica)
-        length, limit = len(newcomer.tokens), newcomer.limit
-        held = kv.blocks_for(length) * kv.block_size
-        expected = self.expected_ratio * min(limit - length, LOOKAHEAD_TOKENS)
-        growth += max(math.ceil((length + expected - held) / kv.block_size), 0)
-        return max(math.floor(self.watermark * kv.pool.num_blocks), int(growth))
+        growth += self.own_growth(replica, newcomer)
+        return max(math.floor(self.watermark * replica.kv.pool.num_blocks), int(growth))
 
-    def expected_growth(self, replica: Replica) -> float:
-        """Blocks that the running sequences are expected to ask for."""
+    def own_growth(self, replica: Replica, newcomer: Sequence) -> int:
+        """Blocks that a sequence is expected to ask for beside those for its known tokens."""
+        kv, length = replica.kv, len(newcomer.tokens)
+        held = kv.blocks_for(length) * kv.block_size
+        expected = self.expected_ratio * min(newcomer.limit - length, LOOKAHEAD_TOKENS)
+        return max(math.ceil((length + expected - held) / kv.block_size), 0)
+
+    def expected_growth(self, replica: Replica, without: SequenceOf[int] = ()) -> float:
+        """Blocks that the running sequences are expected to ask for, but for those in the slots ``without``."""
         slots = replica.slots
         expected = self.expected_ratio * np.minimum(slots.limit - slots.num_tokens, LOOKAHEAD_TOKENS)
         blocks = np.ceil((slots.num_tokens + expected - slots.capacity) / replica.kv.block_size)
-        return float(np.maximum(blocks, 0.0)[~slots.leaving].sum())
+        growth = np.where(slots.leaving, 0.0, np.maximum(blocks, 0.0))
+        growth[np.array(without, np.intp)] = 0.0
+        return float(growth.sum())

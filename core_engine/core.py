@@ -6,10 +6,13 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from core_engine.admission import Admission
+from core_engine.beam_search import BeamSearch, Found, num_recorded
 from core_engine.block_pool import Forgotten
 from core_engine.kv_cache_manager import KVCacheManager
-from core_engine.limits import sequence_limit
+from core_engine.limits import search_limit, sequence_limit
 from core_engine.metrics import EngineMetrics
 from core_engine.queues import QUEUES
 from core_engine.replica import Replica, StepInFlight
@@ -21,8 +24,11 @@ from core_engine.slot_table import SlotTable
 from core_engine.step_record import StepRecord, StepTiming
 from core_engine.step_time import CPU_COSTS, StepTimeModel
 from core_engine.suspects import Suspects
+from core_engine.waiting_queue import AGEING_S
 from shared.errors import ErrorCode, ProtocolError, RequestError
 from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
+
+_NO_IDS: Int32 = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +46,9 @@ class CoreConfig:
     max_num_queued_reqs: int = 4096
     max_num_queued_tokens: int | None = None
     policy: str = "fcfs"
+    priority_ageing_s: float = AGEING_S
+    max_output_tokens: int | None = None
+    """Of a sequence, whatever it asks for; None: any number."""
     eviction: str = "lru"
 
     @property
@@ -64,7 +73,7 @@ class EngineCore:
         self._timer = timer
         self.clock = clock
         self.metrics = metrics or EngineMetrics(config.scheduler.max_model_len)
-        self.waiting = QUEUES[config.policy]()
+        self.waiting = QUEUES[config.policy](config.priority_ageing_s)
         self.replicas: list[Replica] = []
         self.steps_settled = 0
         """Of all replicas, since the start."""
@@ -109,8 +118,12 @@ class EngineCore:
             RequestError: it can never run, or the queue is full; nothing was queued.
         """
         limit = self._limit_of(request)
+        if request.params.beam_width is not None:
+            self._check_search(request)
         if bounded and not any(ids.size for ids in generated.values()):
             self._check_queue(len(generated), len(request.prompt))
+        if request.params.beam_width is not None:
+            return self._search(request, list(generated), limit)
         sequences = [Sequence(request, choice, ids, limit) for choice, ids in generated.items()]
         request.sequences += sequences
         for sequence in sequences:
@@ -124,6 +137,26 @@ class EngineCore:
                 sequence.stop_reason = end[1]
                 self._ended(sequence, end[0])
         return sequences
+
+    def _search(self, request: Request, choices: list[int], limit: int) -> list[Sequence]:
+        """Queue a beam search, or add choices to one; what they have is found again."""
+        sequences = [Sequence(request, choice, _NO_IDS, limit) for choice in choices]
+        request.sequences += sequences
+        for _ in sequences:
+            self.stops.add(request.stop_ids)
+        if sequences and (request.search is None or request.search.is_over):
+            request.search = BeamSearch(request, sequences[0])
+            self.waiting.push(sequences[0])
+        return sequences
+
+    def _check_search(self, request: Request) -> None:
+        width, scheduler = request.params.beam_width, self.config.scheduler
+        assert width is not None
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        if width > most:
+            raise RequestError(f"beam_width {width} > {most}, the sequences that run at the same time", "beam_width")
+        if num_recorded(request) > self.config.vocab_size:
+            raise RequestError(f"beam_width {width} is too large for the vocabulary", "beam_width")
 
     def _check_queue(self, newcomers: int, prompt_len: int) -> None:
         """Each choice counts. What is alone may be longer than all that may wait, else it could never run."""
@@ -143,11 +176,29 @@ class EngineCore:
         """End a sequence wherever it is; its memory is back once no step names it. Nothing if it has ended."""
         if sequence.finish_reason is not None:
             return
+        if sequence.request.search is not None:
+            self._ended(sequence, reason)
+            if sequence.request.finished:
+                self._abandon(sequence.request.search)
+            return
         if sequence.slot is not None:
             self._replica_of(sequence).request_exit(sequence, Exit.ABORT)
         elif not sequence.resting:
             self.waiting.remove(sequence)
         self._ended(sequence, reason)
+
+    def _abandon(self, search: BeamSearch) -> None:
+        """Nobody wants what a search finds."""
+        leader = search.leader
+        if search.is_over:
+            return
+        if search.replica is not None:
+            search.request_exit(Exit.ABORT)
+        elif leader.slot is not None:
+            self._replica_of(leader).request_exit(leader, Exit.ABORT)
+        elif not leader.resting:
+            self.waiting.remove(leader)
+        search.is_over = True
 
     def rename(self, sequence: Sequence, handle: int) -> None:
         """The front end has submitted the request again, under another handle."""
@@ -160,7 +211,11 @@ class EngineCore:
         if sequence.finish_reason is not None or sequence.resting == resting:
             return
         sequence.resting = resting
-        if sequence.slot is not None:
+        search = sequence.request.search
+        if search is not None and (sequence is not search.leader or search.replica is not None):
+            if search.replica is not None and resting and sequence is search.leader:
+                search.request_exit(Exit.PREEMPT)
+        elif sequence.slot is not None:
             if resting:
                 self._replica_of(sequence).request_exit(sequence, Exit.PREEMPT)
         elif resting:
@@ -174,12 +229,20 @@ class EngineCore:
         return Forgotten(sum(each.num_free for each in found), sum(each.num_held for each in found))
 
     def _limit_of(self, request: Request) -> int:
-        return sequence_limit(
-            len(request.prompt),
-            request.params.max_tokens,
+        params, length, block_size = request.params, len(request.prompt), self.config.block_size
+        limit = sequence_limit(
+            length,
+            params.max_tokens,
             max_model_len=self.config.scheduler.max_model_len,
             kv_capacity=self.kv_capacity,
-            block_size=self.config.block_size,
+            block_size=block_size,
+            max_output_tokens=self.config.max_output_tokens,
+        )
+        if params.beam_width is None or self.kv_capacity is None:
+            return limit
+        is_fixed, num_blocks = params.max_tokens is not None, self.kv_capacity // block_size
+        return search_limit(
+            length, limit, params.beam_width, is_fixed=is_fixed, num_blocks=num_blocks, block_size=block_size
         )
 
     def _length_of(self, sequence: Sequence) -> int:
@@ -228,6 +291,7 @@ class EngineCore:
         settled = settle(replica, step, result, self.stops)
         replica.window.popleft()
         self.steps_settled += 1
+        self.waiting.served(settled.sequences + settled.searched)
         for sequence, num_settled in step.prefills:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
@@ -241,11 +305,28 @@ class EngineCore:
         if step.predicted_s is not None:
             self.metrics.timed(step.predicted_s, result.compute_s)
         self.metrics.computed(result.compute_s, result.idle_s if len(step.rows) > len(step.prefills) else 0.0)
-        self.metrics.stepped(step.load.tokens, len(settled.tokens), len(result.tokens) - len(settled.tokens))
+        for search in dict.fromkeys(sequence.request.search for sequence in settled.searched):
+            if search is not None and (found := search.advance(replica)) is not None:
+                settled.found.extend(self._found(search.request, found))
+        num_generated = len(settled.tokens) + sum(len(found.ids) for _, found in settled.found)
+        num_discarded = len(result.tokens) - len(settled.tokens) - len(settled.searched)
+        self.metrics.stepped(step.load.tokens, num_generated, num_discarded)
         for sequence in settled.finished:
             assert sequence.finish_reason is not None
             self._ended(sequence, sequence.finish_reason)
         return settled
+
+    def _found(self, request: Request, found: list[Found]) -> list[tuple[Sequence, Found]]:
+        """End the choices of a search that is over with what it found."""
+        delivered = []
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                each = found[sequence.choice]
+                sequence.tokens = np.concatenate([request.prompt, np.array(each.ids, np.int32)])
+                sequence.stop_reason = each.stop_reason
+                self._ended(sequence, each.reason)
+                delivered.append((sequence, each))
+        return delivered
 
     # -- replicas --------------------------------------------------------------------------------------------------
 
@@ -273,7 +354,8 @@ class EngineCore:
                 if len(sequence.tokens) >= sequence.limit:
                     raise RequestError(f"{len(sequence.tokens)} tokens do not fit the KV cache of the new worker")
             except RequestError as error:
-                self.end(sequence, FinishReason.ERROR)
+                for each in sequence.request.sequences if sequence.request.search is not None else [sequence]:
+                    self.end(each, FinishReason.ERROR)
                 refused.append((sequence, error))
         return refused
 

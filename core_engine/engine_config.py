@@ -79,6 +79,9 @@ def core_config_for(settings: Settings, scheduler: SchedulerConfig, vocab_size: 
         steps_in_flight=settings.steps_in_flight,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
+        policy=settings.scheduling_policy,
+        priority_ageing_s=settings.priority_ageing_s,
+        max_output_tokens=settings.max_output_tokens,
     )
 
 

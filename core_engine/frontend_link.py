@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import structlog
 
+from core_engine.beam_search import Found
 from core_engine.core import EngineCore
 from core_engine.deadlines import Deadlines
 from core_engine.metrics import kv_usage
@@ -98,6 +99,19 @@ class FrontendLink:
         self.child.append_rows(logs, settled.rows, settled.tokens, settled.records)
         for sequence in settled.finished:
             self._finish(sequence)
+        for sequence, found in settled.found:
+            self._deliver_whole(sequence, found)
+
+    def _deliver_whole(self, sequence: Sequence, found: Found) -> None:
+        """A choice of a beam search. It goes on from what the front end has of it if that is the same."""
+        item: Log = sequence.context
+        held = len(item.ids)
+        if item.ids.tolist() != found.ids[:held]:
+            error = RequestError("the search found something else when it was done again", code=ErrorCode.LOST)
+            self.child.fail(item.request, _error_info(error))
+            return
+        self.child.extend(item, found.ids[held:], found.records[held:])
+        self._finish(sequence)
 
     def expire(self) -> None:
         """End requests whose time is over; call it before each plan, which is then for none of them."""
@@ -195,6 +209,7 @@ class FrontendLink:
             eos_ids=self._eos_ids,
             priority=spec.priority,
             cache_salt=spec.cache_salt,
+            tenant=spec.tenant,
         )
 
     def _start(self, request: Request, logs: list[Log], *, bounded: bool) -> None:

@@ -75,12 +75,19 @@ class KVCacheManager:
     def num_cached(self, sequence: Sequence) -> int:
         """About how many tokens of a waiting sequence ``allocate`` would find cached, a multiple of the block size.
 
-        Found by bisection: a cached prefix outlives its extensions.
+        Found by galloping and bisection, as a cached prefix outlives its extensions: of a long prompt little more is
+        hashed than is cached.
         """
         if not self.enable_prefix_caching or sequence.scoring:
             return 0
-        low, high = 0, (len(sequence.tokens) - 1) // self.block_size
-        self._extend_digests(sequence, high)
+        low, high, most = 0, 0, (len(sequence.tokens) - 1) // self.block_size
+        while high < most:
+            high = min(2 * high + 1, most)
+            self._extend_digests(sequence, high)
+            if not self.pool.has(sequence.digests[high - 1]):
+                high -= 1
+                break
+            low = high
         while low < high:
             middle = (low + high) // 2
             if self.pool.has(sequence.digests[middle]):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from core_engine.beam_search import beam_blocks, beam_limit
 from shared.errors import RequestError
 
 
 def sequence_limit(
-    prompt_len: int, max_tokens: int | None, *, max_model_len: int, kv_capacity: int | None, block_size: int
+    prompt_len: int,
+    max_tokens: int | None,
+    *,
+    max_model_len: int,
+    kv_capacity: int | None,
+    block_size: int,
+    max_output_tokens: int | None = None,
 ) -> int:
     """Tokens that a sequence may have, prompt included.
 
@@ -15,6 +22,7 @@ def sequence_limit(
 
     Args:
         kv_capacity: tokens that the smallest KV cache of the workers holds; None: no worker is ready yet.
+        max_output_tokens: what takes the place of a larger ``max_tokens``; None: nothing.
 
     Raises:
         RequestError: the prompt, or the prompt and ``max_tokens``, are longer than that.
@@ -22,6 +30,8 @@ def sequence_limit(
     if prompt_len < 1:
         raise RequestError("the prompt is empty", "prompt")
     wanted = max(1, max_tokens or 0)
+    if max_output_tokens is not None:
+        wanted = min(wanted, max_output_tokens)
     field = "prompt" if prompt_len + 1 > max_model_len else "max_tokens"
     if prompt_len + wanted > max_model_len:
         raise RequestError(f"max_tokens {wanted} + prompt {prompt_len} > max_model_len {max_model_len}", field)
@@ -33,4 +43,27 @@ def sequence_limit(
         )
     if max_tokens is not None:
         return prompt_len + wanted
-    return max_model_len if kv_capacity is None else min(max_model_len, kv_capacity)
+    most = max_model_len if max_output_tokens is None else prompt_len + max_output_tokens
+    return min(most, max_model_len, max_model_len if kv_capacity is None else kv_capacity)
+
+
+def search_limit(prompt_len: int, limit: int, width: int, *, is_fixed: bool, num_blocks: int, block_size: int) -> int:
+    """Tokens that each beam of a search may have, prompt included.
+
+    Args:
+        limit: for a sequence that runs alone.
+        is_fixed: ``max_tokens`` was asked for.
+        num_blocks: of the smallest KV cache of the workers.
+
+    Raises:
+        RequestError: the beams do not fit.
+    """
+    found = beam_limit(prompt_len, limit, width, block_size, num_blocks)
+    if found > prompt_len and (found == limit or not is_fixed):
+        return found
+    wanted = beam_blocks(prompt_len, limit if is_fixed else prompt_len + 1, width, block_size)
+    raise RequestError(
+        f"{width} beams after a prompt of {prompt_len} tokens may need {wanted} blocks of {block_size} tokens, and the "
+        f"KV cache has {num_blocks}",
+        "beam_width",
+    )

@@ -37,6 +37,8 @@ class EngineMetrics:
         self.cache_queries = registry.counter("vllm:prefix_cache_queries")
         self.cache_hits = registry.counter("vllm:prefix_cache_hits")
         self.preemptions = registry.counter("vllm:num_preemptions")
+        self.priority_preemptions = registry.counter("headrace:priority_preemptions")
+        """Those of ``preemptions`` by which a request of a higher priority got its place."""
         self.prompt_tokens = registry.counter("vllm:prompt_tokens")
         self.cached_prompt_tokens = registry.counter("vllm:prompt_tokens_cached")
         self.generated_tokens = registry.counter("vllm:generation_tokens")

@@ -1,63 +1,47 @@
-"""The waiting sequences in the order in which they are admitted. A policy is one class and one line in ``QUEUES``."""
+"""The scheduling policies. Each is one class and one line in ``QUEUES``."""
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Iterator
-from typing import Protocol
-
+from core_engine.fair_queue import FairShare
+from core_engine.prefix_queue import LongestPrefixFirst
 from core_engine.request import Sequence
+from core_engine.waiting_queue import SortedQueue, WaitingQueue
 
 
-class WaitingQueue(Protocol):
-    """Holds each waiting sequence once."""
-
-    num_prompt_tokens: int
-    """Of all that wait, those of each choice."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """In the order of admission."""
-
-    def push(self, sequence: Sequence) -> None:
-        """Add a new or a preempted sequence; a preempted one takes its old place again."""
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take out a sequence that is admitted or aborted.
-
-        Raises:
-            KeyError: it does not wait here.
-        """
-
-
-class FirstComeFirstServed:
+class FirstComeFirstServed(SortedQueue):
     """By arrival, whatever was preempted in between."""
 
-    def __init__(self) -> None:
-        self._sequences: list[Sequence] = []
-        self.num_prompt_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
-
-    def push(self, sequence: Sequence) -> None:
-        bisect.insort(self._sequences, sequence, key=_arrival)
-        self.num_prompt_tokens += sequence.prompt_len
-
-    def remove(self, sequence: Sequence) -> None:
-        index = bisect.bisect_left(self._sequences, sequence.arrival, key=_arrival)
-        if index == len(self._sequences) or self._sequences[index] is not sequence:
-            raise KeyError(sequence)
-        del self._sequences[index]
-        self.num_prompt_tokens -= sequence.prompt_len
+    def key(self, sequence: Sequence) -> tuple[int, int]:
+        return sequence.arrival
 
 
-def _arrival(sequence: Sequence) -> tuple[int, int]:
-    return sequence.arrival
+class PriorityWithAgeing(SortedQueue):
+    """Lower priorities first; each ``ageing_s`` of waiting makes up for one level.
+
+    All that wait age alike, so the order of two never changes, and the key is fixed at arrival: the time of arrival,
+    ``ageing_s`` later for each level. Who comes takes the place of somebody of a lower priority, but only of one who
+    is behind it by that key. So a request of priority p that arrived at t yields to those of priority q < p that arrive
+    before t + (p - q) * ageing_s, and to nobody else: once these are done it runs to its end.
+    """
+
+    preempts = True
+
+    def key(self, sequence: Sequence) -> tuple[float, int, int]:
+        request = sequence.request
+        return request.arrived_at + request.priority * self.ageing_s, request.order, sequence.choice
+
+    def rank(self, sequence: Sequence) -> tuple[float, int, int]:
+        return self.key(sequence)
+
+    def outranks(self, sequence: Sequence, running: Sequence) -> bool:
+        is_higher = sequence.request.priority < running.request.priority
+        return is_higher and self.key(sequence) < self.key(running)
 
 
-QUEUES: dict[str, type[WaitingQueue]] = {"fcfs": FirstComeFirstServed}
+QUEUES: dict[str, type[WaitingQueue]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": PriorityWithAgeing,
+    "fair": FairShare,
+    "lpm": LongestPrefixFirst,
+}
+"""By the name that ``--scheduling-policy`` gives them."""

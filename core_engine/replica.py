@@ -10,12 +10,13 @@ from collections import deque
 
 import numpy as np
 
+from core_engine.beam_search import BeamSearch
 from core_engine.block import Block
 from core_engine.kv_cache_manager import KVCacheManager
-from core_engine.queues import WaitingQueue
 from core_engine.request import Exit, Request, Sequence
 from core_engine.slot_table import Slots, SlotTable
 from core_engine.step_time import StepLoad, StepTimeModel
+from core_engine.waiting_queue import WaitingQueue
 from shared.messages import Epoch
 
 
@@ -79,6 +80,8 @@ class Replica:
         self.finished: list[Sequence] = []
         """Left for good since the last step."""
         self.preempted: list[Sequence] = []
+        self.searches: list[BeamSearch] = []
+        """Those whose prompt is admitted."""
         self.num_draining_preemptions = 0
         self._decode_slots: Slots = np.empty(0, np.intp)
         self._joining: list[int] = []
@@ -92,7 +95,13 @@ class Replica:
     @property
     def is_idle(self) -> bool:
         """No sequence, no step in flight."""
-        return not self.window and self.num_running == 0
+        return not self.window and self.num_running == 0 and not self.searches
+
+    @property
+    def num_active(self) -> int:
+        """Seats that are taken by sequences that go on; a beam search takes those of all its beams from the start."""
+        prompts = sum(sequence.request.search is None for sequence in self.prefilling)
+        return int(self.slots.decoding.sum()) + prompts + sum(search.width for search in self.searches)
 
     @property
     def hit_rate(self) -> float:
@@ -124,8 +133,16 @@ class Replica:
     def request_exit(self, sequence: Sequence, exit: Exit) -> None:
         """Let a running sequence go: at once if no step names it, else in the settle of the last one that does.
 
-        Finish and abort are final and win over a preemption that still drains.
+        Finish and abort are final and win over a preemption that still drains. All beams of a search go together.
         """
+        search = sequence.request.search
+        if search is not None and search.replica is self:
+            search.request_exit(exit)
+        elif search is None or sequence.slot is not None:
+            self.exit_slot(sequence, exit)
+
+    def exit_slot(self, sequence: Sequence, exit: Exit) -> None:
+        """``request_exit`` of this sequence alone."""
         slot = sequence.slot
         assert slot is not None, f"{sequence} does not run"
         if sequence.exit in (Exit.FINISH, Exit.ABORT):
@@ -142,17 +159,29 @@ class Replica:
 
     def drained(self, sequence: Sequence) -> None:
         """Take back the blocks and the slot of a leaving sequence that is in no step any more."""
-        self.kv.release(sequence)
-        self.released.append(self.slots.leave(sequence))
-        if sequence.exit is Exit.PREEMPT:
+        self.retire(sequence)
+        search, exit = sequence.request.search, sequence.exit
+        if exit is Exit.PREEMPT:
+            self.num_draining_preemptions -= 1
+        if search is not None and search.replica is self:
+            assert exit is not None
+            search.left(sequence, exit)
+            return
+        if search is not None:
+            self.searches.remove(search)
+        if exit is Exit.PREEMPT:
             sequence.exit = None
             sequence.num_preemptions += 1
-            self.num_draining_preemptions -= 1
             self.preempted.append(sequence)
             if not sequence.resting:
                 self.waiting.push(sequence)
         else:
             self.finished.append(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Take back the blocks and the slot of a sequence that is in no step any more."""
+        self.kv.release(sequence)
+        self.released.append(self.slots.leave(sequence))
 
     def evacuate(self) -> None:
         """The epoch is over: every sequence that has not ended waits again, with the tokens that were settled."""
@@ -161,22 +190,27 @@ class Replica:
         self.window.clear()
         self.slots.inflight[:] = 0
         for sequence in self.slots.occupied():
+            if sequence.slot is None:
+                continue  # it left with the other beams of its search
             if sequence.exit is None:
                 self.request_exit(sequence, Exit.PREEMPT)
             else:
                 self.drained(sequence)
+        for search in list(self.searches):
+            search.request_exit(Exit.PREEMPT)
 
     def going(self) -> list[Sequence]:
         """Sequences whose blocks come back without anybody's doing: they leave, or their last token is in flight."""
         slots = self.slots
-        going = slots.leaving | ((slots.num_computed + 1 >= slots.limit) & (slots.limit > 0))
+        going = slots.leaving | ((slots.num_computed + 1 >= slots.limit) & (slots.limit > 0) & ~slots.searching)
         sequences: list[Sequence] = slots.sequences[going].tolist()
         return sequences
 
     def check(self) -> None:
         """Assert that slots, blocks and window agree; for tests and idle moments."""
         self.kv.pool.check()
-        sequences = self.slots.occupied()
+        pending = [beam.sequence for search in self.searches if search.is_pending for beam in search.beams]
+        sequences = self.slots.occupied() + pending
         held: dict[int, int] = {}
         for sequence in sequences:
             for block in sequence.blocks:

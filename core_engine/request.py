@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from core_engine.block import Block
 from core_engine.prefix_hash import root_digest
 from shared.messages import FinishReason, Int32
 from shared.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from core_engine.beam_search import BeamSearch
 
 
 class Exit(enum.Enum):
@@ -42,13 +45,23 @@ class Request:
     priority: int = 0
     """Lower is served first and preempted last."""
     cache_salt: str = ""
+    tenant: str = ""
+    """On whose account it runs; "" is one as well."""
     sequences: list[Sequence] = dataclasses.field(default_factory=list)
     deadline: float = math.inf
     """When it ends, whatever it is waiting for."""
+    search: BeamSearch | None = None
+    """Computes its choices, which neither wait nor run themselves but for the prompt of the first one; None: each
+    choice is sampled."""
     strikes: int = 0
     """Losses of a worker in a row that it was aboard."""
     strikes_alone: int = 0
     """Those in which nothing else was."""
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that each of its choices that waits will run as, at most."""
+        return 1 if self.search is None else self.search.width
 
     @property
     def finished(self) -> bool:
@@ -147,6 +160,12 @@ class Sequence:
     def silent(self) -> bool:
         """No token is wanted: what is sampled after its prompt is discarded."""
         return self.request.params.max_tokens == 0
+
+    @property
+    def row_params(self) -> SamplingParams:
+        """What its rows are sampled with."""
+        search = self.request.search
+        return self.request.params if search is None else search.row_params
 
     def _scores_prompt(self, generated: Int32) -> bool:
         """The records go with the first row of the first choice."""

@@ -18,7 +18,7 @@ replica sequences start in the order of the queue.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from core_engine.replica import Replica
 from core_engine.request import Sequence
 from core_engine.sharing import Underway
 from core_engine.step_time import StepCosts, StepLoad
+from core_engine.waiting_queue import first_not_in
 
 if TYPE_CHECKING:
     from core_engine.scheduler import SchedulerConfig
@@ -149,19 +150,21 @@ class Router:
         ]
 
     def sequences_for(
-        self, replica: Replica, waiting: Iterable[Sequence], config: SchedulerConfig, now: float
+        self, replica: Replica, waiting: Callable[[], Iterable[Sequence]], config: SchedulerConfig, now: float
     ) -> Iterator[Sequence]:
-        """The waiting sequences that ``replica`` should admit, in order; each is taken before the next is asked for."""
+        """The waiting sequences that ``replica`` should admit, in order; each is taken before the next is asked for.
+
+        Args:
+            waiting: gives those that wait now, in order.
+        """
         prospects = self.prospects(config, now)
         own = next(prospect for prospect in prospects if prospect.replica is replica)
         others = [prospect for prospect in prospects if prospect is not own and prospect.is_open]
-        underway, num_left = Underway(replica), 0
-        for sequence in list(waiting):
+        underway, passed = Underway(replica), set[Sequence]()
+        while (sequence := first_not_in(passed, waiting(), MOST_LOOKED_AT)) is not None:
             goes_elsewhere = others and choose(sequence, (own, *others)) not in (own, None)
             if goes_elsewhere or underway.makes_wait(sequence):
-                num_left += 1
+                passed.add(sequence)
             else:
                 yield sequence
                 underway.add(sequence)
-            if num_left == MOST_LOOKED_AT:
-                return

@@ -7,28 +7,26 @@ one token go first (decode never starves behind prefill), then prompts that are 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from core_engine.block import Block
+from core_engine.beam_search import BeamSearch
 from core_engine.chunking import ChunkLimit, ChunkTarget
+from core_engine.making_way import who_gives_way
 from core_engine.metrics import EngineMetrics
-from core_engine.queues import WaitingQueue
-from core_engine.replica import Replica, StepInFlight
+from core_engine.replica import Replica
 from core_engine.request import Exit, Sequence
 from core_engine.routing import MOST_LOOKED_AT, Router
 from core_engine.sharing import Underway, fork, forks_of
 from core_engine.slot_table import Slots
-from core_engine.step_record import RowRecord, StepRecord
-from core_engine.step_time import StepLoad
+from core_engine.step_draft import Draft, commit
+from core_engine.step_record import StepRecord
 from core_engine.suspects import Suspects
-from shared.messages import Int32, SlotInit, Step
-
-_NOTHING: Int32 = np.empty(0, np.int32)
-_NO_COPIES: Int32 = np.empty((0, 2), np.int32)
+from core_engine.waiting_queue import WaitingQueue, first_not_in
+from shared.messages import Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,29 +41,6 @@ class SchedulerConfig:
     chunk_target: ChunkTarget | None = None
     """None: chunks are cut by the token budget alone."""
     max_model_len: int
-
-
-@dataclasses.dataclass(slots=True)
-class _Draft:
-    """A step while it is planned."""
-
-    prefills: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
-    """Sequence, tokens to compute."""
-    admitted: list[tuple[Sequence, int]] = dataclasses.field(default_factory=list)
-    """Sequence, tokens of it that the prefix cache holds."""
-    blocks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    """Slot, block."""
-    forks: list[tuple[Sequence, Sequence]] = dataclasses.field(default_factory=list)
-    """Sequence with a prefill row, another choice that samples from it too."""
-    copies: list[tuple[Block, Block]] = dataclasses.field(default_factory=list)
-    """Source, destination."""
-    granted: set[int] = dataclasses.field(default_factory=set)
-    """Slots that got a block to decode into: no longer to be preempted in this step."""
-    stalled: list[int] = dataclasses.field(default_factory=list)
-    """Slots that wait for blocks which leaving sequences will give back."""
-    num_preempted: int = 0
-    limit: ChunkLimit | None = None
-    """None: nothing decodes beside the prefills, or there is no target to keep."""
 
 
 class Scheduler:
@@ -93,23 +68,67 @@ class Scheduler:
 
     def plan(self, replica: Replica) -> Step | None:
         """The next step of ``replica``, entered in its window as if each row will deliver; None: nothing to compute."""
-        draft = _Draft()
+        draft = Draft()
+        if self.waiting.preempts and self.waiting:
+            self._make_way(replica)
+        if replica.searches:
+            self._plan_beams(replica, draft)
         decode = self._plan_decodes(replica, draft)
-        budget = min(self.config.max_num_batched_tokens - len(decode), self.config.max_prefill_tokens)
+        num_rows = len(draft.beams) + len(decode)
+        budget = min(self.config.max_num_batched_tokens - num_rows, self.config.max_prefill_tokens)
         draft.limit = self._limit(replica, decode)
         budget = self._plan_prefills(replica, draft, budget)
         if self.waiting and not (replica.leaving or draft.num_preempted or replica.num_draining_preemptions):
             self._admit(replica, draft, budget)
         self._fork(replica, draft)
+        draft.prefills += [(beam, 1) for beam in draft.beams]
         if not draft.prefills and not len(decode):
             return None
         self.admission.stepped()
-        return self._commit(replica, draft, decode)
+        if not replica.window:
+            replica.progress_at = self._clock()
+        return commit(replica, draft, decode, self._recorder)
+
+    # -- beams -----------------------------------------------------------------------------------------------------
+
+    def _plan_beams(self, replica: Replica, draft: Draft) -> None:
+        """Go on with searches: all beams of one get slots, and blocks to write into, or none of them do."""
+        pending = [search for search in replica.searches if search.is_pending]
+        for search in sorted(pending, key=lambda search: self.waiting.rank(search.leader)):
+            if search.is_pending and self._has_room(replica, draft, search):
+                for beam in search.place():
+                    slot = beam.slot
+                    assert slot is not None
+                    _, source = replica.kv.grow(beam)
+                    replica.slots.capacity[slot] = len(beam.blocks) * replica.kv.block_size
+                    draft.beams.append(beam)
+                    draft.granted.add(slot)
+                    draft.admitted.append((beam, len(beam.tokens) - 1))
+                    draft.blocks += [(slot, block.id) for block in beam.blocks]
+                    if source is not None:
+                        draft.copies.append((source, beam.blocks[-1]))
+
+    def _has_room(self, replica: Replica, draft: Draft, search: BeamSearch) -> bool:
+        """Preempt until there is a block for each beam, or some are promised. Returns whether all have room now."""
+        alone, wanted = replica.reserved_for, len(search.beams)
+        if alone is not search.request and (alone is not None or search.request in self.suspects.requests):
+            self._preempt(replica, draft, search.leader)
+            return False
+        if replica.slots.num_free < wanted or len(draft.beams) + wanted > self.config.max_num_batched_tokens:
+            return False
+        while replica.kv.pool.num_free < wanted:
+            victim = None if replica.kv.promised(replica.going()) else self._victim(replica, draft)
+            if victim is None:
+                return False
+            self._preempt(replica, draft, victim)
+            if not search.is_pending:
+                return False
+        return True
 
     # -- running sequences that lack one token ---------------------------------------------------------------------
 
-    def _plan_decodes(self, replica: Replica, draft: _Draft) -> Slots:
-        decode = replica.decode_slots()[: self.config.max_num_batched_tokens]
+    def _plan_decodes(self, replica: Replica, draft: Draft) -> Slots:
+        decode = replica.decode_slots()[: self.config.max_num_batched_tokens - len(draft.beams)]
         slots = replica.slots
         full = decode[slots.num_computed[decode] >= slots.capacity[decode]]
         if not len(full):
@@ -119,7 +138,7 @@ class Scheduler:
             for sequence in needy:
                 self._append_block(replica, draft, sequence)
             return decode
-        for sequence in sorted(needy, key=_rank):
+        for sequence in sorted(needy, key=self.waiting.rank):
             self._grow(replica, draft, sequence)
         if draft.stalled or draft.num_preempted:
             staying = slots.decoding[decode]
@@ -127,7 +146,7 @@ class Scheduler:
             decode = decode[staying]
         return decode
 
-    def _grow(self, replica: Replica, draft: _Draft, sequence: Sequence) -> None:
+    def _grow(self, replica: Replica, draft: Draft, sequence: Sequence) -> None:
         """Give a running sequence its next block, or leave it out of this step."""
         slot = sequence.slot
         if slot is None or sequence.exit is not None:
@@ -139,7 +158,7 @@ class Scheduler:
         self._append_block(replica, draft, sequence)
         draft.granted.add(slot)
 
-    def _append_block(self, replica: Replica, draft: _Draft, sequence: Sequence) -> None:
+    def _append_block(self, replica: Replica, draft: Draft, sequence: Sequence) -> None:
         block, source = replica.kv.grow(sequence)
         replica.slots.capacity[sequence.slot] += replica.kv.block_size
         assert sequence.slot is not None
@@ -147,7 +166,7 @@ class Scheduler:
         if source is not None:
             draft.copies.append((source, block))
 
-    def _make_room(self, replica: Replica, draft: _Draft, sequence: Sequence) -> bool:
+    def _make_room(self, replica: Replica, draft: Draft, sequence: Sequence) -> bool:
         """Preempt until a block is free or promised. Returns whether one is free now."""
         while replica.kv.pool.num_free == 0:
             if replica.kv.promised(replica.going()) > len(draft.stalled):
@@ -155,19 +174,32 @@ class Scheduler:
             victim = self._victim(replica, draft)
             if victim is None:
                 return False
-            draft.num_preempted += 1
-            self.admission.preempted()
-            self._metrics.preemptions.inc()
-            replica.request_exit(victim, Exit.PREEMPT)
+            self._preempt(replica, draft, victim)
             if victim is sequence:
                 return False
         return True
 
-    def _victim(self, replica: Replica, draft: _Draft) -> Sequence | None:
-        """The newest of the lowest priority among those that could go on."""
+    def _preempt(self, replica: Replica, draft: Draft, victim: Sequence) -> None:
+        draft.num_preempted += 1
+        self.admission.preempted()
+        self._metrics.preemptions.inc()
+        replica.request_exit(victim, Exit.PREEMPT)
+
+    def _victim(self, replica: Replica, draft: Draft) -> Sequence | None:
+        """The last in rank among those that could go on."""
         going = set(replica.going())
         candidates = [s for s in replica.slots.occupied() if s not in going and s.slot not in draft.granted]
-        return max(candidates, key=_rank, default=None)
+        candidates += [search.leader for search in replica.searches if search.is_pending]
+        return max(candidates, key=self.waiting.rank, default=None)
+
+    def _make_way(self, replica: Replica) -> None:
+        """Preempt what waiting sequences outrank, if they have to have its place."""
+        admissible = self._admissible(replica)
+        leaving = who_gives_way(replica, self.router.replicas, self.waiting, admissible, self.admission, self.config)
+        for sequence in leaving:
+            self._metrics.preemptions.inc()
+            self._metrics.priority_preemptions.inc()
+            replica.request_exit(sequence, Exit.PREEMPT)
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +214,7 @@ class Scheduler:
         self._metrics.chunk_limit.set(limit.room(0))
         return limit
 
-    def _plan_prefills(self, replica: Replica, draft: _Draft, budget: int) -> int:
+    def _plan_prefills(self, replica: Replica, draft: Draft, budget: int) -> int:
         """Go on with prompts that are partly computed. Returns the tokens left."""
         limit = draft.limit
         share = self._share(replica, budget, limit)
@@ -201,18 +233,20 @@ class Scheduler:
             return min(missing, budget)
         return limit.take(int(replica.slots.num_computed[sequence.slot]), missing, budget)
 
-    def _admit(self, replica: Replica, draft: _Draft, budget: int) -> None:
+    def _admit(self, replica: Replica, draft: Draft, budget: int) -> None:
         """Let waiting sequences in, in order, until the first that finds no slot, blocks or tokens."""
         config, slots = self.config, replica.slots
         partial = sum(count < self._missing(replica, sequence) for sequence, count in draft.prefills)
         partial += len(replica.prefilling) - len(draft.prefills)
-        num_active = int(slots.decoding.sum()) + len(replica.prefilling)
+        num_active = replica.num_active
         limit = draft.limit
         share = self._share(replica, budget, limit)
         candidates = self._candidates(replica)
         while budget > 0 and num_active < config.max_num_seqs and slots.num_free:
             sequence = next(candidates, None)
             if sequence is None or (limit is not None and not limit.is_open):
+                return
+            if num_active + sequence.request.num_seats > config.max_num_seqs:
                 return
             may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
             reserve = self.admission.reserve(replica, sequence)
@@ -233,23 +267,22 @@ class Scheduler:
             draft.prefills.append((sequence, count))
             partial += count < missing
             budget -= count
-            num_active += 1
+            num_active += sequence.request.num_seats
 
     def _candidates(self, replica: Replica) -> Iterator[Sequence]:
         """The waiting sequences that this replica should admit, in order; each is taken before the next is asked for.
 
         None of them has to wait for a prompt that is being computed and that it will share.
         """
+        self.waiting.refresh(self.router.replicas)
         if len(self.router.replicas) > 1 and replica.reserved_for is None:
-            yield from self.router.sequences_for(replica, self._admissible(replica), self.config, self._clock())
+            admissible = functools.partial(self._admissible, replica)
+            yield from self.router.sequences_for(replica, admissible, self.config, self._clock())
             return
-        underway, num_passed = Underway(replica), 0
-        while num_passed < MOST_LOOKED_AT:
-            sequence = next(itertools.islice(self._admissible(replica), num_passed, None), None)
-            if sequence is None:
-                return
+        underway, passed = Underway(replica), set[Sequence]()
+        while (sequence := first_not_in(passed, self._admissible(replica), MOST_LOOKED_AT)) is not None:
             if underway.makes_wait(sequence):
-                num_passed += 1
+                passed.add(sequence)
                 continue
             yield sequence
             underway.add(sequence)
@@ -257,10 +290,12 @@ class Scheduler:
     def _admissible(self, replica: Replica) -> Iterable[Sequence]:
         return self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting
 
-    def _place(self, replica: Replica, draft: _Draft, sequence: Sequence, num_cached: int) -> None:
-        self.waiting.remove(sequence)
+    def _place(self, replica: Replica, draft: Draft, sequence: Sequence, num_cached: int) -> None:
+        self.waiting.admit(sequence, num_cached)
         slot = replica.slots.enter(sequence, num_cached, len(sequence.blocks) * replica.kv.block_size)
         replica.prefilling.append(sequence)
+        if sequence.request.search is not None:
+            replica.searches.append(sequence.request.search)
         if sequence.scoring and sequence.prompt_records:
             sequence.prompt_records = []
         draft.admitted.append((sequence, num_cached))
@@ -272,17 +307,17 @@ class Scheduler:
             replica.cache_queries += len(sequence.tokens)
             replica.cache_hits += sequence.cached_tokens
 
-    def _fork(self, replica: Replica, draft: _Draft) -> None:
+    def _fork(self, replica: Replica, draft: Draft) -> None:
         """Start the other choices of the requests whose prompt is computed at the end of this step."""
         if replica.leaving or draft.num_preempted or replica.num_draining_preemptions:
             return
-        slots, most = replica.slots, self.config.max_num_seqs
+        most = self.config.max_num_seqs
         for sequence, count in draft.prefills:
             if len(sequence.request.sequences) == 1 or count < self._missing(replica, sequence):
                 continue
-            num_active = int(slots.decoding.sum()) + len(replica.prefilling) + len(draft.forks)
+            num_active = replica.num_active + len(draft.forks)
             for child in forks_of(replica, sequence, self.admission, most - num_active):
-                self.waiting.remove(child)
+                self.waiting.admit(child, child.prompt_len)
                 slot = fork(replica, sequence, child)
                 draft.forks.append((sequence, child))
                 draft.admitted.append((child, child.prompt_len))
@@ -300,142 +335,3 @@ class Scheduler:
 
     def _missing(self, replica: Replica, sequence: Sequence) -> int:
         return len(sequence.tokens) - int(replica.slots.num_computed[sequence.slot])
-
-    # -- the step --------------------------------------------------------------------------------------------------
-
-    def _commit(self, replica: Replica, draft: _Draft, decode: Slots) -> Step:
-        """Advance the numbers as if every row will deliver its token, and write the step down."""
-        slots = replica.slots
-        replica.num_steps += 1
-        computed = slots.num_computed[decode] + 1
-        slots.num_computed[decode] = computed
-        exhausted = decode[computed + 1 >= slots.limit[decode]]
-        if len(exhausted):
-            replica.stop_decoding(exhausted)
-        prefill, complete = self._commit_prefills(replica, draft)
-        rows = sampled = decode
-        sample = np.empty((len(complete) + len(decode), 2), np.int32)
-        sample[:, 0] = np.arange(len(prefill) - len(complete), len(prefill) + len(decode))
-        if len(prefill):
-            rows = np.concatenate([prefill[:, 0], decode])
-            sample[: len(complete), 0] = complete
-            sampled = rows[sample[:, 0]]
-        sample[:, 1] = sampled
-        if draft.forks:
-            forks = self._commit_forks(replica, draft)
-            sample = np.concatenate([sample, forks.astype(np.int32)])
-            rows, sampled = np.concatenate([rows, forks[:, 1]]), np.concatenate([sampled, forks[:, 1]])
-        slots.inflight[rows] += 1
-        step = Step(
-            epoch=replica.epoch,
-            number=replica.num_steps,
-            new=[_slot_init(sequence, num_cached) for sequence, num_cached in draft.admitted],
-            new_tokens=_joined([sequence.tokens for sequence, _ in draft.admitted]),
-            prefill=prefill.astype(np.int32),
-            decode=decode.astype(np.int32),
-            sample=sample,
-            blocks=np.array(draft.blocks, np.int32).reshape(-1, 2),
-            released=np.array(replica.released, np.int32),
-            copies=_copies(draft.copies),
-        )
-        starting = [sequence for sequence, _ in draft.prefills] + [child for _, child in draft.forks]
-        ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence in starting]
-        load = _load(prefill, len(decode), int(computed.sum()))
-        predicted_s = draft.limit.predicted_s if draft.limit is not None and draft.prefills else None
-        if not replica.window:
-            replica.progress_at = self._clock()
-        copied = [source for source, _ in draft.copies]
-        replica.window.append(StepInFlight(step.number, rows, sampled, ends, load, predicted_s, copied))
-        if self._recorder is not None:
-            self._recorder(_record(replica, draft, decode))
-        replica.released, replica.finished, replica.preempted = [], [], []
-        return step
-
-    def _commit_prefills(self, replica: Replica, draft: _Draft) -> tuple[Slots, list[int]]:
-        """([p, 3] slot, start, count; indices of the rows that complete their sequence)."""
-        prefill = np.empty((len(draft.prefills), 3), np.intp)
-        complete: list[int] = []
-        slots = replica.slots
-        for index, (sequence, count) in enumerate(draft.prefills):
-            slot = sequence.slot
-            assert slot is not None
-            prefill[index] = slot, slots.num_computed[slot], count
-            slots.num_computed[slot] += count
-            if slots.num_computed[slot] == slots.num_tokens[slot]:
-                complete.append(index)
-                replica.prefilling.remove(sequence)
-                if slots.num_tokens[slot] + 1 < slots.limit[slot]:
-                    replica.start_decoding(slot)
-        return prefill, complete
-
-    def _commit_forks(self, replica: Replica, draft: _Draft) -> Slots:
-        """[f, 2] forward row, slot of each fork."""
-        slots = replica.slots
-        row_of = {sequence: row for row, (sequence, _) in enumerate(draft.prefills)}
-        forks = np.empty((len(draft.forks), 2), np.intp)
-        for index, (parent, child) in enumerate(draft.forks):
-            slot = child.slot
-            assert slot is not None
-            forks[index] = row_of[parent], slot
-            if slots.num_tokens[slot] + 1 < slots.limit[slot]:
-                replica.start_decoding(slot)
-        return forks
-
-
-def _load(prefill: Slots, num_decodes: int, context: int) -> StepLoad:
-    """``prefill`` [p, 3]: slot, start, count."""
-    if not len(prefill):
-        return StepLoad(num_decodes, context, 0.0, False)
-    starts, counts = prefill[:, 1], prefill[:, 2]
-    return StepLoad(int(counts.sum()) + num_decodes, context, float((counts * (starts + counts / 2)).sum()), True)
-
-
-def _slot_init(sequence: Sequence, num_cached: int) -> SlotInit:
-    request, params = sequence.request, sequence.request.params
-    assert sequence.slot is not None
-    if params.prompt_logprobs is not None and not sequence.scoring:
-        params = dataclasses.replace(params, prompt_logprobs=None)
-    return SlotInit(
-        slot=sequence.slot,
-        rid=request.rid,
-        choice=sequence.choice,
-        num_tokens=len(sequence.tokens),
-        prompt_len=sequence.prompt_len,
-        start=num_cached,
-        limit=sequence.limit,
-        params=params,
-        eos_ids=list(request.eos_ids),
-    )
-
-
-def _record(replica: Replica, draft: _Draft, decode: Slots) -> StepRecord:
-    prefills = [(sequence, count, True) for sequence, count in draft.prefills]
-    decodes = [(replica.slots.sequence_at(slot), 1, False) for slot in decode.tolist()]
-    rows = [
-        RowRecord(s.request.rid, s.choice, count, is_prefill, [block.id for block in s.blocks])
-        for s, count, is_prefill in prefills + decodes
-    ]
-    return StepRecord(
-        replica=replica.name,
-        epoch=replica.epoch.counter,
-        step=replica.num_steps,
-        rows=rows,
-        finished=[sequence.request.rid for sequence in replica.finished],
-        preempted=[sequence.request.rid for sequence in replica.preempted],
-        num_tokens=sum(row.num_tokens for row in rows),
-        num_prefills=len(prefills),
-        num_decodes=len(decodes),
-    )
-
-
-def _rank(sequence: Sequence) -> tuple[int, tuple[int, int]]:
-    """Orders running sequences: the last one is the first to be preempted."""
-    return sequence.request.priority, sequence.arrival
-
-
-def _copies(pairs: list[tuple[Block, Block]]) -> Int32:
-    return np.array([(source.id, block.id) for source, block in pairs], np.int32) if pairs else _NO_COPIES
-
-
-def _joined(arrays: list[Int32]) -> Int32:
-    return np.concatenate(arrays) if arrays else _NOTHING

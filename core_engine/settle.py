@@ -7,9 +7,10 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from core_engine.beam_search import Found
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Sequence
-from core_engine.slot_table import SlotTable
+from core_engine.slot_table import Slots, SlotTable
 from shared.errors import ProtocolError
 from shared.messages import Int32, StepResult
 
@@ -28,12 +29,19 @@ class Settled:
     """Their ``finish_reason`` and ``stop_reason`` are set."""
     records: list[tuple[int, bytes]] = dataclasses.field(default_factory=list)
     """(index into ``sequences``, log-probability record), for each that asked for them."""
+    searched: list[Sequence] = dataclasses.field(default_factory=list)
+    """Sequences of beam searches; their search has the candidates for their next token."""
+    found: list[tuple[Sequence, Found]] = dataclasses.field(default_factory=list)
+    """Choices of beam searches that are over, as a whole; none of them is among ``finished``."""
 
     def without_silent(self) -> Settled:
         """Without the tokens of sequences that want none."""
         kept = np.array([not sequence.silent for sequence in self.sequences], np.bool_)
         sequences = [sequence for sequence in self.sequences if not sequence.silent]
-        return Settled(sequences, self.rows[kept], self.tokens[kept], self.finished, _kept(self.records, kept))
+        records = _kept(self.records, kept)
+        return dataclasses.replace(
+            self, sequences=sequences, rows=self.rows[kept], tokens=self.tokens[kept], records=records
+        )
 
 
 class StopTable:
@@ -73,7 +81,8 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     slots.inflight[step.rows] -= 1
     kv.pool.release(step.copied)
     sampled, tokens, records = step.sampled, result.tokens, result.logprobs
-    wanted = ~slots.ended[sampled]
+    wanted = ~(slots.ended[sampled] | slots.searching[sampled])
+    searched = _searched(slots, sampled, records)
     if not wanted.all():
         sampled, tokens, records = sampled[wanted], tokens[wanted], _kept(records, wanted)
     before = slots.num_tokens[sampled]
@@ -96,6 +105,7 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
         tokens=tokens,
         finished=[],
         records=records,
+        searched=searched,
     )
     ending = stops.may_stop[tokens] | (before + 1 >= slots.limit[sampled])
     for row in np.flatnonzero(ending).tolist():
@@ -109,6 +119,18 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     for slot in leaving[slots.inflight[leaving] == 0].tolist():
         replica.drained(slots.sequence_at(slot))
     return settled.without_silent() if any(sequence.silent for sequence in settled.finished) else settled
+
+
+def _searched(slots: SlotTable, sampled: Slots, records: list[tuple[int, bytes]]) -> list[Sequence]:
+    """Give beam searches the records of the rows of theirs that go on; returns the sequences of these."""
+    rows = np.flatnonzero(slots.searching[sampled] & ~slots.leaving[sampled]).tolist()
+    if not rows:
+        return []
+    sequences, found = [slots.sequence_at(slot) for slot in sampled[rows].tolist()], dict(records)
+    for row, sequence in zip(rows, sequences, strict=True):
+        assert sequence.request.search is not None
+        sequence.request.search.take(sequence, found[row])
+    return sequences
 
 
 def _kept(records: list[tuple[int, bytes]], kept: npt.NDArray[np.bool_]) -> list[tuple[int, bytes]]:

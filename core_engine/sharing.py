@@ -68,7 +68,7 @@ def forks_of(replica: Replica, sequence: Sequence, admission: Admission, most: i
     Each needs a slot, and leaves free what those that run are expected to write.
     """
     request = sequence.request
-    if len(request.sequences) == 1 or not _is_fresh(sequence):
+    if len(request.sequences) == 1 or request.search is not None or not _is_fresh(sequence):
         return []
     waiting = [each for each in request.sequences if each is not sequence and _may_fork(each)]
     found: list[Sequence] = []

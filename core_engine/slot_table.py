@@ -36,8 +36,11 @@ class SlotTable:
         self.capacity = np.zeros(num_slots, np.int64)
         """Tokens that the blocks of the slot hold."""
         self.limit = np.zeros(num_slots, np.int64)
+        self.priority = np.zeros(num_slots, np.int64)
         self.recorded = np.zeros(num_slots, np.bool_)
         """Each of its tokens comes with a log-probability record."""
+        self.searching = np.zeros(num_slots, np.bool_)
+        """It computes for a beam search: what is sampled for it is not its next token, and it is not planned again."""
         self.inflight = np.zeros(num_slots, np.int64)
         """Steps that name the slot and are not settled."""
         self.decoding = np.zeros(num_slots, np.bool_)
@@ -75,7 +78,9 @@ class SlotTable:
         self.num_computed[slot] = num_computed
         self.capacity[slot] = capacity
         self.limit[slot] = sequence.limit
-        self.recorded[slot] = sequence.request.params.logprobs is not None
+        self.priority[slot] = sequence.request.priority
+        self.recorded[slot] = sequence.row_params.logprobs is not None
+        self.searching[slot] = sequence.request.search is not None
         return slot
 
     def leave(self, sequence: Sequence) -> int:
@@ -86,9 +91,9 @@ class SlotTable:
         sequence.tokens = self.tokens[slot, : self.num_tokens[slot]].copy()
         sequence.slot = None
         self.sequences[slot] = None
-        for column in (self.prompt_len, self.num_tokens, self.num_computed, self.capacity, self.limit):
+        for column in (self.prompt_len, self.num_tokens, self.num_computed, self.capacity, self.limit, self.priority):
             column[slot] = 0
-        for flag in (self.decoding, self.leaving, self.ended, self.recorded):
+        for flag in (self.decoding, self.leaving, self.ended, self.recorded, self.searching):
             flag[slot] = False
         self._free.append(slot)
         return slot

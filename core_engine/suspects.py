@@ -92,7 +92,7 @@ class Suspects:
         turn = self.turn
         if turn is not None:
             assert self._replica is not None
-            live = [sequence for sequence in turn.sequences if sequence.finish_reason is None]
+            live = _live(turn)
             if all(_got_on(sequence, self._replica) for sequence in live):
                 turn.strikes = turn.strikes_alone = 0
                 self.forget(turn)
@@ -130,6 +130,13 @@ class Suspects:
 
     def _count(self) -> None:
         self._metrics.suspects.set(len(self.requests))
+
+
+def _live(request: Request) -> list[Sequence]:
+    """The sequences of a request that get on."""
+    if request.search is not None:
+        return request.search.live
+    return [sequence for sequence in request.sequences if sequence.finish_reason is None]
 
 
 def _wants_turn(request: Request) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.async_llm import AsyncLLM
+    from headrace.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from headrace.launcher import Launcher
     from headrace.llm import LLM
     from headrace.offline.errors import EngineDead, InvalidRequest, RequestFailed
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "LLM": "headrace.llm",
     "AsyncLLM": "headrace.async_llm",
+    "BeamSearchOutput": "headrace.beam_search",
+    "BeamSearchParams": "headrace.beam_search",
+    "BeamSearchSequence": "headrace.beam_search",
     "CompletionOutput": "headrace.outputs",
     "EngineDead": "headrace.offline.errors",
     "InvalidRequest": "headrace.offline.errors",
@@ -38,6 +42,9 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineDead",
     "InvalidRequest",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from headrace.beam_search import BeamSearchOutput, BeamSearchParams, beam_search_output
 from headrace.offline.batch import Batch, Progress
 from headrace.offline.errors import InvalidRequest
 from headrace.offline.jobs import Job
@@ -154,6 +155,38 @@ class LLM:
             chat_template=chat_template,
         )
         return self._run(found, sampling_params, use_tqdm, None)
+
+    def beam_search(
+        self,
+        prompts: Prompts,
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the most probable answers to prompts with ``params.beam_width`` beams each; errors as ``generate``.
+
+        Args:
+            concurrency_limit: prompts that are searched at the same time; None: as many as the engine has room for.
+        """
+        _refuse_lora(lora_request)
+        found = read_prompts(prompts)
+        if concurrency_limit is not None and concurrency_limit < 1:
+            raise InvalidRequest(f"concurrency_limit must be at least 1, got {concurrency_limit}", "concurrency_limit")
+        own = params.sampling_params()
+        wire = params.to_shared(own, self.card.vocab_size)
+        size = concurrency_limit or max(len(found), 1)
+        outputs: list[RequestOutput] = []
+        for start in range(0, len(found), size):
+            part = enumerate(found[start : start + size])
+            jobs = [self._session.job(prompt, own, wire, index=index) for index, prompt in part]
+            outputs += Batch(jobs).run(self._session, use_tqdm)
+        results = [beam_search_output(output, params) for output in outputs]
+        if self._session.with_tokenizer:
+            tokenizer = self.get_tokenizer()
+            for sequence in [sequence for result in results for sequence in result.sequences]:
+                sequence.text = tokenizer.decode(sequence.tokens)
+        return results
 
     # -- answers as they grow ----------------------------------------------------------------------------------------
 

@@ -11,17 +11,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-import math
 import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
+from shared.setting_checks import check_settings
+
 ENV_PREFIX = "HEADRACE_"
 GATEWAY, TOKENIZER, ENGINE, WORKER = "api_gateway", "tokenizer_service", "core_engine", "gpu_worker"
 SERVICES = (GATEWAY, TOKENIZER, ENGINE, WORKER)
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3")
 
 
 def setting(default: Any, text: str, *services: str, choices: Sequence[str] | None = None, short: str = "") -> Any:
@@ -103,6 +103,19 @@ class Settings:
     )
     block_size: int = setting(16, "tokens in one KV block", ENGINE)
     watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
+    scheduling_policy: str = setting(
+        "fcfs",
+        "who is admitted first: who came first (fcfs), the lowest priority, with ageing and preemption (priority), "
+        "each API key or user in turn (fair), or who finds most of its prompt cached (lpm)",
+        ENGINE,
+        choices=("fcfs", "priority", "fair", "lpm"),
+    )
+    priority_ageing_s: float = setting(
+        30.0, "seconds of waiting that make up for one level of priority (--scheduling-policy priority)", ENGINE
+    )
+    max_output_tokens: int | None = setting(
+        None, "most tokens that a choice may have, whatever its max_tokens (default: any number)", ENGINE
+    )
     max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
     max_num_queued_tokens: int | None = setting(None, "prompt tokens that may wait (default: any number)", ENGINE)
     steps_in_flight: int = setting(
@@ -174,37 +187,7 @@ class Settings:
     log_format: str = setting("console", "console or json", *SERVICES, choices=("console", "json"))
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "steps_in_flight", "tokenizers", "data_parallel_size", "max_num_partial_prefills"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if any(not key or key != key.strip() for key in self.api_key):
-            raise ValueError("--api-key must not be empty, nor begin or end with white space")
-        if self.kv_cache_dtype == "fp8_e5m2":
-            raise ValueError(
-                "--kv-cache-dtype fp8_e5m2 is not supported: two bits of mantissa cost more accuracy than its range "
-                "gains; take fp8, which is e4m3 with scales for each layer"
-            )
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"--kv-cache-dtype {self.kv_cache_dtype} is not supported; there are {', '.join(KV_CACHE_DTYPES)}"
-            )
-        for name in ("max_restarts", "restart_window", "resume_window"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name)}")
-        if self.stuck_timeout and not 5.0 <= self.stuck_timeout < math.inf:
-            raise ValueError(f"--stuck-timeout must be 0 (never) or at least 5, got {self.stuck_timeout}")
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
-        if self.target_itl_ms is not None and not 0.0 <= self.target_itl_ms < math.inf:
-            raise ValueError(f"--target-itl-ms must be 0 or more, got {self.target_itl_ms}")
-        if not 0.0 <= self.watermark < 1.0:
-            raise ValueError(f"--watermark must be in [0, 1), got {self.watermark}")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"--port must be in 0..65535, got {self.port}")
+        check_settings(self)
 
     def to_argv(self, service: str | None) -> list[str]:
         """The flags that start ``service`` (None: the launcher) with these settings, those that are not a default."""

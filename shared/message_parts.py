@@ -171,7 +171,7 @@ class WorkerConfig:
     num_token_ids: int | None = None
     """Ids from here on have no token in the tokenizer and are never sampled; None: all ids of the logits have one."""
     kv_cache_dtype: str = "auto"
-    """One of ``shared.config.KV_CACHE_DTYPES``; auto: the model's."""
+    """One of ``shared.setting_checks.KV_CACHE_DTYPES``; auto: the model's."""
 
 
 class Epoch(NamedTuple):

@@ -17,11 +17,29 @@ MAX_ALLOWED_TOKEN_IDS = 8192
 MAX_REPETITION_PENALTY = 10.0
 """Far beyond use: 1.5 is strong, and 10 sets whatever was seen apart for good. A bound keeps logits finite."""
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 16
+MAX_LENGTH_PENALTY = 10.0
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
 MAX_SEED = 2**63 - 1
 GREEDY_BELOW = 1e-4
 """A temperature at or below this is greedy: the division would overflow half precision and change nothing else."""
+
+
+_WITHOUT_BEAMS: dict[str, tuple[object, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "logit_bias": ([],),
+    "allowed_token_ids": (None,),
+    "bad_words": ([],),
+    "bad_words_token_ids": ([],),
+    "stop": ([],),
+}
+"""Fields that beam search refuses, and their values that change nothing."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +83,14 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens; -1: as many as the context holds."""
 
+    beam_width: int | None = None
+    """Search with so many beams, and return the best ``n`` of what they find, best first; None: no beam search."""
+    length_penalty: float = 1.0
+    """A hypothesis of beam search is scored by its log-probability over its length to the power of this."""
+    early_stopping: bool | str = False
+    """When beam search ends, as in transformers: True with ``beam_width`` hypotheses, False once no beam is likely to
+    become better, "never" once none can."""
+
     @property
     def greedy(self) -> bool:
         return self.temperature <= GREEDY_BELOW
@@ -101,6 +127,30 @@ class SamplingParams:
             _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
                 raise RequestError("truncate_prompt_tokens must be -1 or at least 1, got 0", "truncate_prompt_tokens")
+        self._validate_beam_search()
+
+    def _validate_beam_search(self) -> None:
+        """Beams are the most probable ones by the model's own logits: nothing may change or draw from these."""
+        _number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(
+                f'early_stopping must be true, false or "never", got {self.early_stopping!r}', "early_stopping"
+            )
+        if self.beam_width is None:
+            for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != neutral:
+                    raise RequestError(f"{name} needs beam search", name)
+            return
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        if self.n > self.beam_width:
+            raise RequestError(f"n {self.n} must not exceed beam_width {self.beam_width}", "n")
+        if self.max_tokens == 0:
+            raise RequestError("max_tokens must be at least 1 with beam search", "max_tokens")
+        for name, neutrals in _WITHOUT_BEAMS.items():
+            if getattr(self, name) not in neutrals:
+                raise RequestError(f"{name} cannot be used with beam search; leave it out", name)
+        if not self.greedy:
+            raise RequestError(f"temperature must be 0 with beam search, got {self.temperature:g}", "temperature")
 
     def _validate_bad_words(self, vocab_size: int | None) -> None:
         check_count(len(self.bad_words), MAX_BAD_WORDS, "bad_words")

@@ -67,6 +67,6 @@ CUT = tl.constexpr(128 + 256 + 512)
 ANY = tl.constexpr(-1)
 """In ``words``: equals every token."""
 
-MOST_LOGPROBS = 20
+MOST_LOGPROBS = 32
 RESULT = 1 + 2 * (MOST_LOGPROBS + 1)
-"""Words of a row's log-probabilities: rank, ids [21], float32 log-probabilities [21]; the sampled token comes first."""
+"""Words of a row's log-probabilities: rank, ids [33], float32 log-probabilities [33]; the sampled token comes first."""

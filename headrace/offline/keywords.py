@@ -35,7 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pooler_config": (None,),
     "quantization": (None,),
     "runner": ("auto", "generate"),
-    "scheduling_policy": ("fcfs",),
     "speculative_config": (None,),
     "structured_outputs_config": (None, {}),
     "swap_space": (None, 0),

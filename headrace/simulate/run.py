@@ -165,6 +165,7 @@ class Simulator:
             eos_ids=(STOP_ID,),
             priority=entry.priority,
             cache_salt=entry.user if self._isolated else "",
+            tenant=entry.user,
         )
         try:
             sequences = self._core.submit(request, dict.fromkeys(range(entry.n), NOTHING))

@@ -26,9 +26,7 @@ from shared.messages import (
     Load,
     Message,
     ModelCard,
-    PrefixCacheReset,
     PromptInfo,
-    ResetPrefixCache,
     Tokenize,
     Tokenized,
 )
@@ -239,8 +237,6 @@ class FakeTokenizer:
                 return Tokenized(message.call, np.array([1, 2, 3], np.int32), strings)
             case Detokenize():
                 return Detokenized(message.call, " ".join(map(str, message.tokens.tolist())))
-            case ResetPrefixCache():
-                return PrefixCacheReset(message.call, num_forgotten=3, num_held=1)
         return None
 
     def _hello(self) -> Hello:

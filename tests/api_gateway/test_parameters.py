@@ -216,3 +216,14 @@ def test_what_is_shown() -> None:
     shown = chat(prompt_logprobs=1).shown
     assert (shown.echo, shown.prompt) == (False, True)
     assert not completion(logprobs=5).shown.prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "width", "n"),
+    [({"n": 3}, 3, 3), ({"n": 2, "best_of": 4}, 4, 2), ({"n": 2, "best_of": 4, "beam_width": 5}, 5, 2), ({}, 1, 1)],
+)
+def test_beam_search(fields: dict[str, Any], width: int, n: int) -> None:
+    request = completion(use_beam_search=True, length_penalty=0.5, early_stopping="never", **fields)
+    found = params(request)
+    assert (found.beam_width, found.n, request.n, found.temperature, found.logprobs) == (width, n, n, 0.0, None)
+    assert (found.length_penalty, found.early_stopping) == (0.5, "never")

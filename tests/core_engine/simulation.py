@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from core_engine.core import CoreConfig, EngineCore
 from core_engine.kv_cache_manager import slot_of
@@ -21,6 +22,7 @@ from core_engine.request import Request, Sequence, stop_ids_of
 from core_engine.scheduler import SchedulerConfig
 from core_engine.step_record import StepRecord
 from shared.codec import encode
+from shared.logprobs import pack_records
 from shared.messages import Epoch, FinishReason, SlotInit, Step, StepResult
 from shared.sampling import SamplingParams
 
@@ -44,6 +46,21 @@ def sample(prefix_hash: int, choice: int) -> int:
 def record_of(prefix_hash: int) -> bytes:
     """The log-probability record of the token that ends a prefix."""
     return b"%d" % prefix_hash
+
+
+def top_record(prefix_hash: int, token: int, count: int) -> bytes:
+    """The record of a token with the most probable ones after a prefix: a distribution that its hash determines."""
+    logprobs = distribution(prefix_hash)
+    top = np.argsort(-logprobs, kind="stable")[:count]
+    ids = np.concatenate([[token], top]).astype(np.int32)
+    rank = 1 + (logprobs > logprobs[token]).sum()
+    return pack_records(np.array([rank], np.int32), ids[None], logprobs[ids][None])[0]
+
+
+def distribution(prefix_hash: int) -> npt.NDArray[np.float32]:
+    """[VOCAB] log-probabilities after a prefix."""
+    logits = np.random.default_rng(prefix_hash).normal(0.0, 2.0, VOCAB)
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
 
 
 def reference(request: Request, choice: int, limit: int) -> tuple[list[int], FinishReason]:
@@ -109,7 +126,7 @@ class SimulatedWorker:
         ]
         tokens = [self._sample(*forward[row], slot) for row, slot in step.sample.tolist()]
         recorded = [
-            (index, record_of(self.slots[slot].hashes[-1]))
+            (index, self._record(self.slots[slot], tokens[index]))
             for index, slot in enumerate(step.sample[:, 1].tolist())
             if self.slots[slot].init.params.logprobs is not None
         ]
@@ -124,6 +141,12 @@ class SimulatedWorker:
             return None
         last = min(start + count, state.init.prompt_len - 1)
         return [record_of(state.hashes[position]) for position in range(start + 1, last + 1)]
+
+    def _record(self, state: SlotState, token: int) -> bytes:
+        params = state.init.params
+        if params.logprobs is not None and params.greedy and params.max_tokens is None:
+            return top_record(state.hashes[-2], token, params.logprobs)  # as beam search asks for
+        return record_of(state.hashes[-1])
 
     def _open(self, step: Step) -> None:
         offset = 0
@@ -244,7 +267,13 @@ class Simulation:
         self.start_worker()
 
     def submit(
-        self, prompt: list[int], rid: str | None = None, salt: str = "", priority: int = 0, **params: Any
+        self,
+        prompt: list[int],
+        rid: str | None = None,
+        salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        **params: Any,
     ) -> Request:
         sampling = SamplingParams(**({"max_tokens": 16} | params))
         request = Request(
@@ -257,6 +286,7 @@ class Simulation:
             eos_ids=EOS_IDS,
             priority=priority,
             cache_salt=salt,
+            tenant=tenant,
         )
         self.core.submit(request, dict.fromkeys(range(sampling.n), np.empty(0, np.int32)))
         self.requests.append(request)
@@ -294,6 +324,10 @@ class Simulation:
             output = self.outputs[sequence.request.rid, sequence.choice]
             assert row == [sequence.handle, sequence.choice, len(output), 1]
             output.append(int(token))
+        for sequence, found in settled.found:
+            key = sequence.request.rid, sequence.choice
+            assert not self.outputs[key], "a choice of a search was delivered twice"
+            self.outputs[key], self.logprobs[key] = found.ids, found.records
         for index, record in settled.records:
             sequence = settled.sequences[index]
             self.logprobs[sequence.request.rid, sequence.choice].append(record)
@@ -330,7 +364,7 @@ class Simulation:
     def check_outputs(self) -> None:
         """Finished outputs equal the reference; aborted and convicted ones are a beginning of it."""
         for request in self.requests:
-            for sequence in request.sequences:
+            for sequence in request.sequences if request.search is None else ():
                 expected, reason = reference(request, sequence.choice, sequence.limit)
                 output = self.outputs[sequence.request.rid, sequence.choice]
                 if sequence.finish_reason is FinishReason.ABORT or request.rid in self.convicted:

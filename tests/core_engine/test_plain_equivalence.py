@@ -34,7 +34,7 @@ class PlainScheduler(Scheduler):
             if slots.num_computed[slot] >= (len(sequence.blocks) - sequence.borrows) * kv.block_size:
                 needy.append(sequence)
         if len(needy) > kv.pool.num_free:
-            needy.sort(key=lambda sequence: (sequence.request.priority, sequence.arrival))
+            needy.sort(key=self.waiting.rank)
         for sequence in needy:
             self._grow(replica, draft, sequence)
         return np.array([s for s in candidates if slots.decoding[s] and s not in draft.stalled], np.intp)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -152,10 +152,10 @@ class RoundRobin(Router):
     """The order of arrival alone says where a sequence goes."""
 
     def sequences_for(
-        self, replica: Replica, waiting: Iterable[Sequence], config: SchedulerConfig, now: float
+        self, replica: Replica, waiting: Callable[[], Iterable[Sequence]], config: SchedulerConfig, now: float
     ) -> Iterator[Sequence]:
         index = self.replicas.index(replica)
-        return iter([each for each in waiting if each.request.order % len(self.replicas) == index])
+        return iter([each for each in waiting() if each.request.order % len(self.replicas) == index])
 
 
 def prefilled(rig: TimedRig, *, rate: float, seed: int = 0) -> tuple[int, float]:

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core_engine.chunking import ChunkTarget
+from core_engine.queues import QUEUES
 from shared.messages import FinishReason
 from tests.core_engine.simulation import VOCAB, Simulation
 
@@ -33,6 +34,8 @@ options = st.fixed_dictionaries(
         "max_num_partial_prefills": st.integers(1, 3),
         "enable_prefix_caching": st.booleans(),
         "watermark": st.sampled_from([0.0, 0.1]),
+        "policy": st.sampled_from(sorted(QUEUES)),
+        "priority_ageing_s": st.sampled_from([1.0, 10.0, 1000.0]),
         "chunk_target": st.sampled_from([None, None, 0.004, 0.02]).map(target_of),
     }
 )
@@ -65,7 +68,8 @@ def drive(
             simulation.submit(
                 prompt,
                 salt=rng.choice(["", "", "x"]),
-                priority=rng.choice([0, 0, 1]),
+                priority=rng.choice([0, 0, 1, 3]),
+                tenant=rng.choice(["", "a", "b"]),
                 n=rng.choice([1, 1, 1, 2, 5]),
                 max_tokens=most,
                 min_tokens=rng.choice([0, 0, min(most, 4)]),

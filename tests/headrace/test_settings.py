@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.config import GATEWAY, KV_CACHE_DTYPES, SERVICES, Settings, parse_settings
+from shared.config import GATEWAY, SERVICES, Settings, parse_settings
+from shared.setting_checks import KV_CACHE_DTYPES
 
 ISSUE_FLAGS = {
     "--model": "demo",
