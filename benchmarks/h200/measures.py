@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.h200 import starts
+from benchmarks.h200.recovery import recovery
 from benchmarks.h200.work import Skipped, Work, generate, with_output
 from headrace import LLM, SamplingParams
 from headrace.bench.mixed import measure_mixed
@@ -142,5 +143,6 @@ MEASURES: dict[str, Measure] = {
     "mixed": mixed,
     "idle": idle,
     "startup": starts.startup,
+    "recovery": recovery,
 }
 """By the first word of a case."""

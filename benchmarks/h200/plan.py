@@ -89,7 +89,7 @@ GROUPS = (
     # The steady requests of "mixed" decode for all of its time, in one context.
     Group("the server's --target-itl-ms", ("mixed", "nano_itl"), {"target_itl_ms": None, "max_model_len": 16384}),
     Group("prefix caching", ("prefix",), {"enable_prefix_caching": True}),
-    Group("starts", ("startup_cold", "startup_warm"), opens=files),
+    Group("starts", ("startup_cold", "startup_warm", "recovery_b64"), opens=files),
     Group("without graphs", ("decode_b1_eager",), {"enforce_eager": True}),
     Group("fp8 KV cache", ("nano_fp8",), {"kv_cache_dtype": "fp8"}),
     Group(

@@ -21,6 +21,7 @@ UNITS = {
     "prefix": RATE,
     "mixed": "ms",
     "startup": "s",
+    "recovery": "s",
     "idle": "share",
 }
 """By the first word of a case; more is better for rates, less for the others."""

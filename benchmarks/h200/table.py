@@ -62,6 +62,7 @@ ROWS = (
     Row("mixed_p99_gap", "mixed, P99 gap, ms", (None, Peer(31))),
     Row("startup_cold", "start to ready, caches cold, s", (Peer(89), Peer(113)), (40, 45)),
     Row("startup_warm", "start to ready, caches warm, s", (Peer(65), Peer(30, "30–45")), (12, 15)),
+    Row("recovery_b64", "kill -9 of the worker, 64 streams: all go on after, s"),
     Row("graphs_gain_b1", "eager ÷ graphs, 1 row", goal=(2, 1.3)),
     Row("idle_b32", "GPU idle between decode steps, 32 rows", goal=(0.10, 0.05)),
     Row("idle_b256", "GPU idle between decode steps, 256 rows", goal=(None, 0.05)),

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from tiny_models import TinyModels
 
 from benchmarks.h200 import __main__ as command
 from benchmarks.h200 import table
 from benchmarks.h200.measures import MEASURES
 from benchmarks.h200.plan import CASES, GROUPS, MODELS, Group, Model
+from benchmarks.h200.recovery import recovery
 from benchmarks.h200.results import RATIOS, UNITS, Results
 from benchmarks.h200.work import Skipped, Work
 
@@ -215,5 +217,13 @@ def test_every_measure_with_real_processes(
     assert [found[case]["repeats"] for case in ("decode_b8", "mix", "prefix", "mixed_worst_gap")] == [2, 2, 2, 1]
     assert min(found[case]["value"] for case in ("mix", "prefix", *mixed)) > 0
     printed = capfd.readouterr().out
-    assert "tiny startup_cold, tiny startup_warm: skipped, checkpoints are made of the shapes" in printed
+    assert (
+        "tiny startup_cold, tiny startup_warm, tiny recovery_b64: skipped, checkpoints are made of the shapes"
+        in printed
+    )
     assert "NOT MEASURED: work scaled by 0.02" in printed
+
+
+def test_streams_go_on_when_the_worker_is_killed(tiny_models: TinyModels) -> None:
+    [found] = recovery(tiny_models.folder("qwen3"), Work(1, 0.1), "recovery_b8")
+    assert 0 < found["recovery_b8_first"] <= found["recovery_b8"]
