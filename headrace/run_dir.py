@@ -31,10 +31,10 @@ class RunDir:
         if path is None:
             root = _root()
             _remove_abandoned(root)
-            self.path = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-        else:
-            self.path = pathlib.Path(path).absolute()
-            _make_private(self.path)
+            self.path, self._lock_fd = _new_folder(root)
+            return
+        self.path = pathlib.Path(path).absolute()
+        _make_private(self.path)
         lock = _lock(self.path)
         if lock is None:
             raise StartupError(f"--run-dir {self.path} is in use by another headrace serve; give another folder")
@@ -61,9 +61,8 @@ class RunDir:
         Raises:
             StartupError: it cannot be made, or by now it is somebody else's.
         """
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(self.path / LOCK), os.fstat(self._lock_fd)):
-                return False
+        if _is_there(self.path, self._lock_fd):
+            return False
         _make_private(self.path)
         try:
             lock = _lock(self.path)
@@ -117,10 +116,29 @@ def _lock(path: pathlib.Path) -> int | None:
     return descriptor
 
 
+def _is_there(path: pathlib.Path, lock: int) -> bool:
+    """Whether the lock file of a folder is the one that is held."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.stat(path / LOCK), os.fstat(lock))
+    return False
+
+
+def _new_folder(root: pathlib.Path) -> tuple[pathlib.Path, int]:
+    """A folder and its lock. One that another launcher found unlocked, and took for abandoned, is given up."""
+    while True:
+        path = pathlib.Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        lock = _lock(path)
+        if lock is None:
+            continue
+        if _is_there(path, lock):
+            return path, lock
+        os.close(lock)
+
+
 def _remove_abandoned(root: pathlib.Path) -> None:
     for folder in root.glob(PREFIX + "*"):
-        # No lock file: another launcher may be making the folder just now.
-        if not (folder / LOCK).exists():
+        # No lock file: another launcher may be making the folder just now. Or the folder is another user's.
+        if not os.path.exists(folder / LOCK):
             continue
         with contextlib.suppress(OSError):
             lock = _lock(folder)

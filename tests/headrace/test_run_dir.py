@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import pathlib
 import shutil
 import stat
 
 import pytest
 
-from headrace.run_dir import RunDir
+from headrace.run_dir import RunDir, _remove_abandoned
 from shared.endpoints import MAX_IPC_PATH
 from shared.errors import StartupError
 
@@ -75,6 +76,26 @@ def test_abandoned_folders_are_removed_and_live_ones_kept(runtime_dir: pathlib.P
     assert live.path.exists()
     live.close()
     other.close()
+
+
+def test_folder_that_another_launcher_takes_for_abandoned_is_given_up(
+    runtime_dir: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks between the making of the lock file and the lock."""
+    lock, seen = fcntl.flock, list[pathlib.Path]()
+
+    def late(descriptor: int, operation: int) -> None:
+        if not seen:
+            seen.extend(runtime_dir.iterdir())
+            _remove_abandoned(runtime_dir)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    run_dir = RunDir()
+    assert len(seen) == 1
+    assert list(runtime_dir.iterdir()) == [run_dir.path] != seen
+    assert not run_dir.restore()
+    run_dir.close()
 
 
 def test_removed_folder_is_made_again_and_stays_ours(runtime_dir: pathlib.Path) -> None:
