@@ -112,7 +112,9 @@ def _note_failure(words: str) -> None:
 
 
 def _leave(signum: int, _frame: object) -> NoReturn:
-    raise SystemExit(EXIT_OK)
+    # Not an exception: it would come up in the middle of anything, also where it is lost (a finalizer, a callback of an
+    # extension module), and a thread that still imports a large package would crash in an interpreter that ends.
+    os._exit(EXIT_OK)
 
 
 def _kill_me_with_parent() -> bool:
