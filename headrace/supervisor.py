@@ -31,6 +31,9 @@ from shared.logging import get_logger
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Before the first restart within the window, and before any; each pause is twice the one before."""
+START_LIMIT_S = 120.0
+"""A program that starts may take this long to its first sign of life: before it can give one Python has to find and read
+its packages, which takes a second, or many where everything starts at once on a busy machine."""
 CHECKS = 10
 """How often a heartbeat is looked at within the time that it may be missing."""
 FOLDER_CHECK_S = 1.0
@@ -66,6 +69,8 @@ class RestartPolicy:
     first_pause_s: float = FIRST_PAUSE_S
     stuck_timeout_s: float = 30.0
     """A program whose heartbeat is missing for this long is killed; 0: never."""
+    start_limit_s: float = START_LIMIT_S
+    """The same before the first heartbeat of a life, where it is more than ``stuck_timeout_s``."""
 
     @classmethod
     def of(cls, settings: Settings) -> RestartPolicy:
@@ -202,20 +207,19 @@ class Supervisor:
             watch.cancel()
         del self._running[program.name]
         if watch.done() and not watch.cancelled():
-            return code, f"gave no sign of life for {self._policy.stuck_timeout_s:g} s and was killed"
+            return code, f"gave no sign of life for {watch.result():g} s and was killed"
         return code, describe_exit(code)
 
-    async def _kill_when_stuck(self, process: ChildProcess, heartbeat: pathlib.Path | None) -> None:
-        """Return once a process has been killed because nobody has renewed its file for too long.
+    async def _kill_when_stuck(self, process: ChildProcess, heartbeat: pathlib.Path | None) -> float:
+        """Return once a process has been killed because nobody has renewed its file for so many seconds.
 
         What counts is time in which this process ran itself: otherwise it would, when it wakes after both were stopped,
         blame the other.
         """
-        limit_s = self._policy.stuck_timeout_s
-        if heartbeat is None or not limit_s:
-            await asyncio.Event().wait()
-            return
-        every_s = limit_s / CHECKS
+        stuck_s = self._policy.stuck_timeout_s
+        if heartbeat is None or not stuck_s:
+            return await asyncio.get_running_loop().create_future()
+        every_s, limit_s = stuck_s / CHECKS, max(stuck_s, self._policy.start_limit_s)
         seen, silent_s, before = _renewed_at(heartbeat), 0.0, time.monotonic()
         while silent_s < limit_s:
             await asyncio.sleep(every_s)
@@ -224,8 +228,11 @@ class Supervisor:
                 silent_s = 0.0
             else:
                 silent_s += min(now - before, 2 * every_s)
+            if stamp not in (0, seen):
+                limit_s = stuck_s
             seen, before = stamp, now
         process.kill()
+        return limit_s
 
     async def _keep_folder(self) -> None:
         while True:

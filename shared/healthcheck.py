@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from shared.heartbeat import HEARTBEAT_VARIABLE
 
 LOOKS, LOOK_EVERY_S = 25, 0.1
-"""How often a heartbeat that is too old is looked at again before its process is ended. It is looks that count, not time:
+"""How often a heartbeat that is too old is looked at again before its process is ended. Looks count and not time, since
 this process may stand still as well."""
 
 

@@ -38,7 +38,7 @@ while True:
 DEAF = SERVE.replace("signal.signal(signal.SIGTERM, leave)", "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
 
 BEATING = SERVE.replace("time.sleep(0.05)", "time.sleep(0.05)\n    pathlib.Path(sys.argv[3]).touch()")
-QUICK = RestartPolicy(max_restarts=2, first_pause_s=0.01, stuck_timeout_s=1.0)
+QUICK = RestartPolicy(max_restarts=2, first_pause_s=0.01, stuck_timeout_s=3.0)
 
 
 def program(name: str, log: pathlib.Path, code: str = SERVE, grace_s: float = 10.0) -> Program:
@@ -145,7 +145,7 @@ def test_stopped_program_is_killed_and_started_again(log: pathlib.Path, tmp_path
         programs = [beating(name, log, tmp_path / name) for name in ("well", "stopped")]
         supervisor = Supervisor(programs, QUICK)
         async with running(supervisor) as task:
-            await until(lambda: len(lines(log)) == 2)
+            await until(lambda: all((tmp_path / name).exists() for name in ("well", "stopped")))
             pids = {name: supervisor.pid(name) for name in ("well", "stopped")}
             assert pids["stopped"] is not None
             os.kill(pids["stopped"], signal.SIGSTOP)
@@ -179,11 +179,33 @@ def test_program_that_goes_on_in_time_is_left_alone(log: pathlib.Path, tmp_path:
 
 
 def test_programs_that_never_beat_run_out_of_restarts(log: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    supervisor = Supervisor(
-        [beating("mute", log, tmp_path / "mute", SERVE)], dataclasses.replace(QUICK, max_restarts=1)
-    )
+    policy = dataclasses.replace(QUICK, max_restarts=1, stuck_timeout_s=0.5, start_limit_s=1.0)
+    supervisor = Supervisor([beating("mute", log, tmp_path / "mute", SERVE)], policy)
     assert asyncio.run(supervisor.run()) == EXIT_GAVE_UP
     assert supervisor.failure == "mute gave no sign of life for 1 s and was killed; giving up after 1 restarts in 300 s"
+
+
+@pytest.mark.parametrize("lives", [1, 2])
+def test_program_that_starts_slowly_is_not_taken_for_stuck(
+    log: pathlib.Path, tmp_path: pathlib.Path, lives: int
+) -> None:
+    """Also when the file of an earlier life is still there."""
+    slow = BEATING.replace('note("started")', 'time.sleep(1.5)\nnote("started")')
+
+    async def scenario() -> int:
+        policy = dataclasses.replace(QUICK, stuck_timeout_s=0.5)
+        supervisor = Supervisor([beating("slow", log, tmp_path / "slow", slow)], policy)
+        async with running(supervisor) as task:
+            for life in range(1, lives + 1):
+                await until(lambda life=life: len(lines(log)) == life)  # type: ignore[misc]
+                if life < lives:
+                    os.kill(supervisor.pids()["slow"], signal.SIGKILL)
+            supervisor.stop()
+            return await task
+
+    (tmp_path / "slow").touch()
+    assert asyncio.run(scenario()) == EXIT_OK
+    assert lines(log).count("slow started") == lives
 
 
 LISTEN = SERVE.replace(
@@ -214,10 +236,12 @@ def test_programs_bind_their_sockets_again_from_the_back(log: pathlib.Path, tmp_
         programs = [program("front", log), *(listening(name, log, run_dir) for name in ("middle", "back"))]
         supervisor = Supervisor(programs, RestartPolicy(first_pause_s=0.01), run_dir=run_dir)
         async with running(supervisor) as task:
-            for times in (1, 2):
-                await until(lambda times=times: lines(log).count("middle started") == times)  # type: ignore[misc]
-                shutil.rmtree(run_dir.path)
-            await until(lambda: lines(log).count("middle started") == 3)
+            for times in (1, 2, 3):
+                for name in ("front", "middle", "back"):
+                    wanted = 1 if name == "front" else times
+                    await until(lambda name=name, n=wanted: lines(log).count(f"{name} started") == n)  # type: ignore[misc]
+                if times < 3:
+                    shutil.rmtree(run_dir.path)
             supervisor.stop()
             code = await task
         run_dir.close()
