@@ -32,8 +32,8 @@ from shared.logging import get_logger
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Before the first restart within the window, and before any; each pause is twice the one before."""
 START_LIMIT_S = 120.0
-"""A program that starts may take this long to its first sign of life: before it can give one Python has to find and read
-its packages, which takes a second, or many where everything starts at once on a busy machine."""
+"""A program that starts may take this long to its first sign of life. Before it can give one, Python has to read its
+packages, which takes a second, or many where everything starts at once on a busy machine."""
 CHECKS = 10
 """How often a heartbeat is looked at within the time that it may be missing."""
 FOLDER_CHECK_S = 1.0
@@ -218,7 +218,8 @@ class Supervisor:
         """
         stuck_s = self._policy.stuck_timeout_s
         if heartbeat is None or not stuck_s:
-            return await asyncio.get_running_loop().create_future()
+            never: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+            return await never
         every_s, limit_s = stuck_s / CHECKS, max(stuck_s, self._policy.start_limit_s)
         seen, silent_s, before = _renewed_at(heartbeat), 0.0, time.monotonic()
         while silent_s < limit_s:

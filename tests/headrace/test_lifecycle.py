@@ -118,6 +118,7 @@ def stop_and_age(process: subprocess.Popen[str], heartbeat: pathlib.Path) -> Non
     """SIGSTOP, and let its last sign of life be long ago."""
     process.send_signal(signal.SIGSTOP)
     threads = list(pathlib.Path(f"/proc/{process.pid}/task").glob("*/stat"))
+    # Threads of these programs do not end.
     while any(thread.read_text().rsplit(")", 1)[1].split()[0] != "T" for thread in threads):
         time.sleep(0.01)
     os.utime(heartbeat, (0, 0))
