@@ -21,6 +21,7 @@ from gpu_worker.threads import ThreadGovernor, usable_cores
 from shared.config import WORKER, Settings
 from shared.errors import ProtocolError, StartupError
 from shared.heartbeat import Heartbeat
+from shared.hop.timers import RunningClock
 from shared.links import curve_keys_of, process_name
 from shared.logging import get_logger
 from shared.messages import (
@@ -78,7 +79,8 @@ class Worker:
         self._leave_by: float | None = None
         """When a worker that was asked to stop ends, whatever is left to compute."""
         self._dismissed = False
-        self._heard_at = time.monotonic()
+        self._clock = RunningClock(time.monotonic)
+        self._heard_at = self._clock()
         self._epoch: Epoch | None = None
         self._config: WorkerConfig | None = None
         """What the current epoch asks for."""
@@ -116,7 +118,7 @@ class Worker:
                 received = self._link.receive()
                 if received is not None:
                     self._handle(received.message)
-                    self._heard_at = time.monotonic()
+                    self._heard_at = self._clock()
                 elif not self._prepare():
                     poller.poll(LOADING_POLL_S if self._loading or self._epoch is None else self._beat_s / 4)
                 self._take_device()
@@ -200,7 +202,7 @@ class Worker:
                 log.info("leaving when what runs is done", seconds_at_most=self._patience_s)
         if not self._serving or self._dismissed or not self._beats.connected:
             return True
-        silent_s = now - self._heard_at
+        silent_s = self._clock() - self._heard_at
         if silent_s > SILENT_BEATS * self._beat_s and not self._link.readable:
             log.warning("leaving an engine that does not answer", silent_s=round(silent_s, 1))
             return True

@@ -47,15 +47,35 @@ class ScriptedEngine:
     def signal(self, signum: signal.Signals) -> None:
         self.process.send_signal(signum)
 
+    def stop(self) -> None:
+        """Stop the worker's process until SIGCONT; none of its threads runs any more."""
+        self.signal(signal.SIGSTOP)
+        while not self._is_stopped():
+            time.sleep(0.01)
+
+    def _is_stopped(self) -> bool:
+        try:
+            stats = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        except OSError:
+            return False  # A thread has ended since it was listed.
+        return all(stat.rsplit(")", 1)[1].split()[0] == "T" for stat in stats)
+
+    def pending(self, signum: signal.Signals) -> bool:
+        """Whether a signal waits for the worker's process to run again."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        (mask,) = [line.split()[1] for line in lines if line.startswith("ShdPnd:")]
+        return bool(int(mask, 16) >> (signum - 1) & 1)
+
     def close(self) -> int:
         """The connection is lost and the worker asked to stop; its exit code."""
         self.link.close()
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            return self.process.wait(10)
+            return self.process.wait(20)
         finally:
             self.process.kill()
+            self.process.wait()
 
     def expect(self, kind: type[M], when: Callable[[M], bool] = lambda _: True, seconds: float = 60) -> tuple[str, M]:
         """The next message of this kind and who sent it; others stay in the inbox."""
