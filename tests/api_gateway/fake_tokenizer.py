@@ -305,7 +305,7 @@ def record_of(token: Token, top: int) -> bytes:
     return to_text_record(record, list(texts))
 
 
-async def until(condition: Callable[[], Any], limit_s: float = 5.0) -> None:
+async def until(condition: Callable[[], Any], limit_s: float = 30.0) -> None:
     """Wait until ``condition()`` is true; fails after ``limit_s``."""
     end = time.monotonic() + limit_s
     while not condition():

@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fake_tokenizer import until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 JSON = {"Content-Type": "application/json"}
@@ -35,9 +36,9 @@ async def raw(served: Any, data: bytes) -> tuple[int, Any]:
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     try:
-        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
         length = next(int(x.split(b":")[1]) for x in head.split(b"\r\n") if x.lower().startswith(b"content-length"))
-        body = await asyncio.wait_for(reader.readexactly(length), 5)
+        body = await asyncio.wait_for(reader.readexactly(length), 30)
     finally:
         writer.close()
     return int(head.split()[1]), json.loads(body)
@@ -232,9 +233,7 @@ async def test_a_full_gateway_refuses(serve: Any) -> None:
 async def test_not_ready(serve: Any) -> None:
     served = await serve(wait=False)
     served.tokenizer.ready = False
-    while served.tokenizer.hellos == []:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)
+    await until(lambda: served.gateway.not_ready() == "loading weights")
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
         status, error, headers = await served.post(path, body)
         assert (status, headers["Retry-After"]) == (503, "1")
@@ -251,7 +250,7 @@ async def test_not_ready(serve: Any) -> None:
 
 async def test_a_tokenizer_that_falls_silent_is_not_ready(served: Any) -> None:
     await served.tokenizer.stop()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while (await served.get("/ready"))[0] == 200:
             await asyncio.sleep(0.02)
     assert "waiting for a tokenizer" in (await served.get("/ready"))[1]

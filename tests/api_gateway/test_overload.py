@@ -83,8 +83,8 @@ async def test_a_request_ends_when_its_time_is_over(served: Any, prompt: str, st
         assert prompt != "silent"
         last = events(data)[-1]
     else:
-        assert not stream or prompt == "silent"
-        last = await answer.json() if data else {}
+        # Or its time was over before the engine had answered.
+        last = json.loads(data)
     assert (last["error"]["code"], last["error"]["type"]) == (408, "timeout_error")
     assert "timeout of 0.3 s" in last["error"]["message"]
     await until(lambda: len(served.tokenizer.ended) == 2)
@@ -126,7 +126,7 @@ async def test_the_shorter_of_body_and_header_counts(served: Any) -> None:
 
 async def test_a_slow_reader_does_not_outlive_its_timeout_at_the_engine(served: Any) -> None:
     _, writer = await connect(served, limit=1024)
-    body = {"prompt": "huge", "n": 100, "max_tokens": 500, "stream": True, "timeout": 0.8}
+    body = {"prompt": "huge", "n": 100, "max_tokens": 500, "stream": True, "timeout": 4}
     writer.write(request_bytes(body))
     await until(lambda: any(transport.get_write_buffer_size() > 50_000 for transport in served.gateway_transports()))
     await until(lambda: len(served.tokenizer.ended) == 1)

@@ -29,6 +29,12 @@ class Process:
         self.log = ""
         self.url = ""
 
+    async def ready(self) -> str:
+        """Its URL, once it has said how to use it."""
+        await until(lambda: "curl" in self.log, 60)
+        self.url = self.log.partition("curl -N ")[2].partition("/v1")[0]
+        return self.url
+
     async def read_log(self) -> None:
         assert self.process.stderr is not None
         async for line in self.process.stderr:
@@ -73,17 +79,9 @@ async def tokenizer(tmp_path: Path) -> AsyncIterator[FakeTokenizer]:
     await made.stop()
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def test_serves_and_drains(launch: Any, tokenizer: FakeTokenizer) -> None:
-    port = free_port()
-    served = await launch(f"--port={port}", "--served-model-name", "tiny", "--log-format=json", "--shutdown-timeout=1")
-    url = f"http://127.0.0.1:{port}"
-    await until(lambda: "curl" in served.log, 20)
+    served = await launch("--port=0", "--served-model-name", "tiny", "--log-format=json", "--shutdown-timeout=5")
+    url = await served.ready()
     said = [json.loads(line) for line in served.log.splitlines()]
     assert [line["url"] for line in said if line["event"] == "listening"] == [url]
     assert said[-1]["event"].startswith(f"ready; try: curl -N {url}/v1/chat/completions")
@@ -93,20 +91,19 @@ async def test_serves_and_drains(launch: Any, tokenizer: FakeTokenizer) -> None:
             await stream.content.readline()
             async with http.post(url + "/v1/completions", json={"prompt": "hold", "stream": True}) as stuck:
                 served.process.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(30):
                     while (answer := await http.get(url + "/ready")).status == 200:
                         await asyncio.sleep(0.02)
                 assert (await answer.json())["status"] == "the server is shutting down"
                 assert b'"finish_reason":"length"' in await stream.read()
                 assert b'"code":503' in await stuck.read()
-    assert await asyncio.wait_for(served.process.wait(), 10) == 0
+    assert await asyncio.wait_for(served.process.wait(), 30) == 0
     await until(lambda: not tokenizer.child.requests)
 
 
 async def test_a_killed_client_is_noticed(launch: Any, tokenizer: FakeTokenizer) -> None:
-    port = free_port()
-    served = await launch(f"--port={port}")
-    await until(lambda: "curl" in served.log, 20)
+    served = await launch("--port=0")
+    port = int((await served.ready()).rpartition(":")[2])
     for stream in (False, True):
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         data = json.dumps({"prompt": "endless", "max_tokens": 500, "stream": stream}).encode()
@@ -118,33 +115,31 @@ async def test_a_killed_client_is_noticed(launch: Any, tokenizer: FakeTokenizer)
 
 
 async def test_a_second_sigterm_ends_it_at_once(launch: Any, tokenizer: FakeTokenizer) -> None:
-    port = free_port()
-    served = await launch(f"--port={port}")
-    await until(lambda: "curl" in served.log, 20)
+    served = await launch("--port=0")
+    url = await served.ready()
     async with (
         aiohttp.ClientSession() as http,
-        http.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hold", "stream": True}),
+        http.post(f"{url}/v1/completions", json={"prompt": "hold", "stream": True}),
     ):
         served.process.send_signal(signal.SIGTERM)
         await until(lambda: "stopping" in served.log)
         served.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(served.process.wait(), 5) == 128 + signal.SIGTERM
+        assert await asyncio.wait_for(served.process.wait(), 30) == 128 + signal.SIGTERM
 
 
 async def test_a_port_in_use_is_said_at_once(launch: Any) -> None:
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         served = await launch(f"--port={port}")
-        assert await asyncio.wait_for(served.process.wait(), 20) not in (0, None)
+        assert await asyncio.wait_for(served.process.wait(), 60) not in (0, None)
         await until(lambda: "in use" in served.log.lower())
         assert str(port) in served.log
 
 
 async def test_few_open_files_mean_refusals_and_no_failures(launch: Any, tokenizer: FakeTokenizer) -> None:
-    port = free_port()
-    served = await launch(f"--port={port}", files=160)
-    url = f"http://127.0.0.1:{port}"
-    await until(lambda: "curl" in served.log, 20)
+    served = await launch("--port=0", files=160)
+    url = await served.ready()
+    port = int(url.rpartition(":")[2])
     assert "the limit of open files is low" in served.log
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
@@ -158,7 +153,7 @@ async def test_few_open_files_mean_refusals_and_no_failures(launch: Any, tokeniz
         streaming: list[Any] = []
         leave = asyncio.Event()
         asking = [asyncio.create_task(ask()) for _ in range(130)]
-        await until(lambda: len(streaming) == 96 and sum(task.done() for task in asking) == 34, 20)
+        await until(lambda: len(streaming) == 96 and sum(task.done() for task in asking) == 34, 60)
         for path in ("/health", "/ready"):
             async with http.get(url + path) as answer:
                 assert answer.status == 200

@@ -87,8 +87,7 @@ async def test_another_protocol_is_refused_in_words(serve: Any, monkeypatch: pyt
 async def test_a_tokenizer_that_refuses_us_is_not_ready(serve: Any) -> None:
     served = await serve(wait=False)
     served.tokenizer.refusal = "it speaks protocol 1, this side 2"
-    await until(lambda: served.tokenizer.hellos)
-    await asyncio.sleep(0.3)
+    await until(lambda: "this side 2" in (served.gateway.not_ready() or ""))
     assert "this side 2" in (await served.get("/ready"))[1]
 
 
@@ -106,16 +105,18 @@ async def test_running_requests_end_when_no_tokenizer_comes_back(serve: Any, mon
 async def test_a_request_that_lives_elsewhere_closes_without_a_terminal(served: Any) -> None:
     async def read() -> None:
         async with served.http.post(served.url + "/v1/completions", json={"prompt": "hold", "stream": True}) as answer:
+            begun.set()
             await answer.read()
 
+    begun = asyncio.Event()
     reading = asyncio.create_task(read())
     whole = asyncio.create_task(served.post("/v1/completions", {"prompt": "hold"}))
     await until(lambda: len(served.tokenizer.requests) == 2)
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(begun.wait(), 30)
     for request in served.tokenizer.requests:
         served.tokenizer.child.supersede(request, Attempt(9, 1, 0))
     with pytest.raises(aiohttp.ClientPayloadError):
-        await asyncio.wait_for(reading, 5)
+        await asyncio.wait_for(reading, 30)
     status, error, _ = await whole
     assert (status, error["error"]["message"]) == (500, "the request is served elsewhere")
     await until(lambda: served.gateway.admission.active == 0)
