@@ -197,7 +197,7 @@ class CollectingGateway:
     def superseded(self, request: Request, live: Attempt) -> None:
         raise AssertionError("nobody else opened this request")
 
-    async def until(self, condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    async def until(self, condition: Callable[[], Any], seconds: float = 30.0) -> Any:
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < deadline, "it never came true"

@@ -23,7 +23,7 @@ async def test_it_says_what_it_waits_for_and_stops_when_asked(tmp_path: Path) ->
     endpoint = f"ipc://{tmp_path}/t"
     process = await start(f"--listen={endpoint}", f"--engine-endpoint=ipc://{tmp_path}/e", "--beat-s=0.2")
     gateway = CollectingGateway(endpoint)
-    await gateway.until(lambda: gateway.hello and gateway.hello.card, 30)
+    await gateway.until(lambda: gateway.hello and gateway.hello.card, 60)
     assert gateway.hello is not None
     assert (gateway.hello.ready, gateway.hello.status) == (False, "waiting for the engine")
     (log,) = await gateway.ask("empty", spec(""))
@@ -32,14 +32,14 @@ async def test_it_says_what_it_waits_for_and_stops_when_asked(tmp_path: Path) ->
     assert log.end.error is not None
     gateway.close()
     process.send_signal(signal.SIGTERM)
-    _, errors = await asyncio.wait_for(process.communicate(), 10)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == EXIT_OK, errors.decode()
     assert "Traceback" not in errors.decode()
 
 
 async def test_what_makes_a_start_impossible_is_said_in_words(tmp_path: Path) -> None:
     process = await start(f"--listen=ipc://{tmp_path}/t", f"--model={tmp_path}")
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == EXIT_CONFIG
     assert "holds no config.json" in errors.decode()
     assert "Traceback" not in errors.decode()
@@ -47,7 +47,7 @@ async def test_what_makes_a_start_impossible_is_said_in_words(tmp_path: Path) ->
 
 async def test_a_malformed_engine_endpoint_ends_it(tmp_path: Path) -> None:
     process = await start(f"--listen=ipc://{tmp_path}/t", "--engine-endpoint=tcp://nowhere")
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == EXIT_CONFIG
     assert "tcp://nowhere" in errors.decode()
 
@@ -66,9 +66,18 @@ async def test_its_template_process_ends_with_it(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/t"
     process = await start(f"--listen={endpoint}", f"--engine-endpoint=ipc://{tmp_path}/e", "--beat-s=0.2")
     gateway = CollectingGateway(endpoint)
-    await gateway.until(lambda: gateway.hello and gateway.hello.card, 30)
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    await gateway.until(lambda: gateway.hello and gateway.hello.card, 60)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    (child,) = (await gateway.until(children.read_text)).split()
     process.kill()
     await process.communicate()
-    await gateway.until(lambda: not Path(f"/proc/{child}").exists())
+    await gateway.until(lambda: not alive(child))
     gateway.close()
+
+
+def alive(pid: str) -> bool:
+    """Also a process that has ended and that nobody has reaped yet is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
