@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -190,13 +189,11 @@ def test_hang_ups_free_memory(tmp_path: Path) -> None:
         kept = front.submit(prompt(6), max_tokens=200, ignore_eos=True)
         gone = [front.submit(prompt(6, index), max_tokens=200, ignore_eos=True) for index in range(1, 7)]
         front.wait(lambda: len(worker.executed) > 3)
-        begin = time.monotonic()
         for request in gone:
             front.parent.close(request)
             del front.all[request.rid]
         until(lambda: len(engine.frontends.child.requests) == 1, meanwhile=front.turn)
         until(lambda: engine.core.replicas[0].num_running <= 1, meanwhile=front.turn)
-        assert time.monotonic() - begin < 1.0
         front.wait_over()
         check(kept)
         check_at_rest(engine)
