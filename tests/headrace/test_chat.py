@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import re
 import select
 import subprocess
@@ -42,6 +43,18 @@ class Terminal:
             assert chunk, f"ended before {text!r}: {self.screen!r}"
             self.screen += chunk.decode(errors="replace")
         self.screen = self.screen.partition(text)[2]
+
+    def wait_for_reading(self) -> None:
+        """Wait until the command sleeps, as it does when all that was typed is read and shown.
+
+        Python's ``input()`` misses a signal that comes just before it waits for the next key.
+        """
+        (task,) = pathlib.Path(f"/proc/{self.process.pid}/task").iterdir()
+        (command,) = (task / "children").read_text().split()
+        end = time.monotonic() + 60.0
+        while pathlib.Path(f"/proc/{command}/stat").read_text().rsplit(")", 1)[1].split()[0] != "S":
+            assert time.monotonic() < end
+            time.sleep(0.01)
 
 
 def test_one_question(asks: Run) -> None:
@@ -107,7 +120,7 @@ def test_ctrl_c_stops_the_answer_alone(on_terminal: OnTerminal) -> None:
     terminal.wait_for("\r\n> ")
     terminal.type("half a line")
     terminal.wait_for("half a line")
-    time.sleep(0.3)  # Python's input() misses a signal that comes just before it waits for the next key
+    terminal.wait_for_reading()
     terminal.type("\x03")
     terminal.wait_for("\r\n> ")
     terminal.type("/exit\r")
