@@ -97,7 +97,13 @@ def test_outputs_are_those_of_an_undisturbed_run(llm: LLM, undisturbed: list[Any
 
 def test_folder_of_sockets_may_vanish(llm: LLM, undisturbed: list[Any]) -> None:
     before = llm._session.pids()
-    assert generate_and_disturb(llm, lambda: shutil.rmtree(llm._session._run_dir.path)) == undisturbed
+
+    def remove() -> None:
+        # Renamed first: a heartbeat that is written again while files are removed one by one would keep the folder.
+        folder = llm._session._run_dir.path
+        shutil.rmtree(folder.rename(folder.with_name(f"removed-{folder.name}")))
+
+    assert generate_and_disturb(llm, remove) == undisturbed
     rebound = {TOKENIZER, ENGINE}
     wait_until(lambda: all(llm._session.pids().get(name) not in (None, before[name]) for name in rebound))
     assert seen(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == undisturbed
