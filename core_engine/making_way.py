@@ -3,18 +3,16 @@
 Looked at before a step is planned. The waiting ones are taken in order: who finds a seat and blocks, those that are
 about to come back included, takes them. Who does not gets them from the lowest of those that it outranks, newest first:
 from as many as it needs, or from none if all of them were not enough, and there it ends. Nobody has to go while others
-are on their way out, or while another replica has room. The places are taken when they are free, in the order of the
-queue, in which who had to go is behind who made it go.
+are on their way out, or while the first one finds room now, here or on another replica. The places are taken when they
+are free, in the order of the queue, in which who had to go is behind who made it go.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from core_engine.admission import Admission
 from core_engine.replica import Replica
@@ -45,22 +43,23 @@ def who_gives_way(
     """
     if replica.leaving or replica.num_draining_preemptions or replica.reserved_for is not None:
         return []
-    heads = itertools.islice(admissible, MOST_SERVED)
+    heads = iter(admissible)
     head = next(heads, None)
-    slots = replica.slots
-    if head is None or not (slots.priority[slots.limit > 0] > head.request.priority).any():
+    if head is None or not _any_behind(replica, head, waiting):
         return []
-    if any(_may_take(other, head, admission, config) for other in replicas if other is not replica):
-        return []
-    room = _Room(replica, admission, config)
     underway, budget = Underway(replica), config.max_prefill_tokens
-    for sequence in itertools.chain([head], heads):
+    room: _Room | None = None
+    for sequence in itertools.islice(itertools.chain([head], heads), MOST_SERVED):
         if underway.makes_wait(sequence):
             continue
+        if room is None:
+            if any(_may_take(each, sequence, admission, config) for each in replicas):
+                return []
+            room = _Room(replica, admission, config)
         budget -= len(sequence.tokens)
         if not room.take(sequence, waiting) or budget <= 0:
             break
-    return room.leaving
+    return [] if room is None else room.leaving
 
 
 class _Room:
@@ -69,54 +68,69 @@ class _Room:
     def __init__(self, replica: Replica, admission: Admission, config: SchedulerConfig) -> None:
         going = replica.going()
         self.leaving: list[Sequence] = []
+        """One of each search."""
         self._replica = replica
         self._admission = admission
         self._going = set(going)
-        self._seats = min(_seats(replica, config), replica.slots.num_free + len(going))
+        self._seats = min(config.max_num_seqs - replica.num_active, replica.slots.num_free + len(going))
         self._blocks = replica.kv.pool.num_free + replica.kv.promised(going)
         self._newcomers = 0.0
         """Blocks that those that were let in are expected to ask for."""
 
     def take(self, sequence: Sequence, waiting: WaitingQueue) -> bool:
         """Let one in. Returns whether there is room, or will be."""
-        kv = self._replica.kv
+        kv, own_seats = self._replica.kv, sequence.request.num_seats
         wanted, seats, blocks = kv.num_blocks_wanted(sequence), self._seats, self._blocks
         leaving = list(self.leaving)
-        victims = None
-        while seats < 1 or blocks < wanted + self._reserve(sequence, leaving):
-            if victims is None:
-                victims = self._outranked(sequence, waiting)
-            if not victims:
+        victims: Iterator[Sequence] | None = None
+        while seats < own_seats or blocks < wanted + self._reserve(sequence, leaving):
+            victims = victims or self._outranked(sequence, waiting)
+            victim = next((each for each in victims if each not in leaving), None)
+            if victim is None:
                 return False
-            victim = victims.pop()
             leaving.append(victim)
-            seats += 1
-            blocks += sum(block.ref == 1 for block in victim.blocks)
-        self.leaving, self._seats, self._blocks = leaving, seats - 1, blocks - wanted
+            seats += victim.request.num_seats
+            blocks += kv.promised(_party(victim))
+        self.leaving, self._seats, self._blocks = leaving, seats - own_seats, blocks - wanted
         self._newcomers += self._admission.own_growth(self._replica, sequence)
         return True
 
-    def _outranked(self, sequence: Sequence, waiting: WaitingQueue) -> list[Sequence]:
-        """Who has to go first is last."""
-        slots = self._replica.slots
-        lower = np.flatnonzero((slots.priority > sequence.request.priority) & (slots.limit > 0))
-        gone = self._going.union(self.leaving)
-        candidates = [each for each in slots.sequences[lower].tolist() if each not in gone]
-        found = [each for each in candidates if waiting.outranks(sequence, each)]
-        return sorted(found, key=lambda each: (each.request.priority, waiting.rank(each)))
+    def _outranked(self, sequence: Sequence, waiting: WaitingQueue) -> Iterator[Sequence]:
+        """Who has to go first is first; those that go anyhow are not among them."""
+        slots, searches = self._replica.slots, self._replica.searches
+        pending = [search.leader for search in searches if search.is_pending]
+        found = (each for each in slots.sequences[waiting.outranked(sequence, slots)] if each not in self._going)
+        if not any(waiting.outranks(sequence, each) for each in pending):
+            return map(_leader, found)
+        every = [*map(_leader, found), *(each for each in pending if waiting.outranks(sequence, each))]
+        return iter(sorted(every, key=lambda each: (each.request.priority, waiting.rank(each)), reverse=True))
 
     def _reserve(self, sequence: Sequence, leaving: list[Sequence]) -> int:
         replica = self._replica
-        if replica.num_running == len(self._going) + len(leaving) and not self._newcomers:
+        slots = [each.slot for party in map(_party, leaving) for each in party if each.slot is not None]
+        if replica.num_running == len(self._going) + len(slots) and not self._newcomers:
             return 0
-        growth = self._newcomers + self._admission.expected_growth(
-            replica, [each.slot for each in leaving if each.slot is not None]
-        )
+        growth = self._newcomers + self._admission.expected_growth(replica, slots)
         return self._admission.reserve(replica, sequence, growth)
 
 
-def _seats(replica: Replica, config: SchedulerConfig) -> int:
-    return config.max_num_seqs - int(replica.slots.decoding.sum()) - len(replica.prefilling)
+def _any_behind(replica: Replica, head: Sequence, waiting: WaitingQueue) -> bool:
+    """Whether anything could have to go for ``head``, or for anybody behind it."""
+    if waiting.behind(head, replica.slots).any():
+        return True
+    return any(search.is_pending and waiting.rank(head) < waiting.rank(search.leader) for search in replica.searches)
+
+
+def _leader(sequence: Sequence) -> Sequence:
+    """Who stands for a running sequence: all beams of a search go together."""
+    search = sequence.request.search
+    return sequence if search is None else search.leader
+
+
+def _party(sequence: Sequence) -> list[Sequence]:
+    """Those that leave together with a running sequence."""
+    search = sequence.request.search
+    return [sequence] if search is None else search.live
 
 
 def _may_take(replica: Replica, sequence: Sequence, admission: Admission, config: SchedulerConfig) -> bool:
@@ -125,6 +139,6 @@ def _may_take(replica: Replica, sequence: Sequence, admission: Admission, config
         return False
     if replica.num_draining_preemptions:
         return True
-    if min(_seats(replica, config), replica.slots.num_free) < 1:
+    if replica.num_active + sequence.request.num_seats > config.max_num_seqs or not replica.slots.num_free:
         return False
     return replica.kv.pool.num_free >= replica.kv.num_blocks_wanted(sequence) + admission.reserve(replica, sequence)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from core_engine.fair_queue import FairShare
 from core_engine.prefix_queue import LongestPrefixFirst
 from core_engine.request import Sequence
+from core_engine.slot_table import Slots, SlotTable
 from core_engine.waiting_queue import SortedQueue, WaitingQueue
 
 
@@ -36,6 +40,21 @@ class PriorityWithAgeing(SortedQueue):
     def outranks(self, sequence: Sequence, running: Sequence) -> bool:
         is_higher = sequence.request.priority < running.request.priority
         return is_higher and self.key(sequence) < self.key(running)
+
+    def behind(self, sequence: Sequence, slots: SlotTable) -> npt.NDArray[np.bool_]:
+        due, (own, order, _) = self._due(slots), self.key(sequence)
+        is_behind: npt.NDArray[np.bool_] = (due > own) | ((due == own) & (slots.order > order))
+        return is_behind & (slots.limit > 0)
+
+    def outranked(self, sequence: Sequence, slots: SlotTable) -> Slots:
+        """The lowest priority first, of equal ones who is last in the order."""
+        found = np.flatnonzero(self.behind(sequence, slots) & (slots.priority > sequence.request.priority))
+        return found[np.lexsort((slots.order[found], self._due(slots)[found], slots.priority[found]))[::-1]]
+
+    def _due(self, slots: SlotTable) -> npt.NDArray[np.float64]:
+        """[slots] what ``key`` begins with."""
+        due: npt.NDArray[np.float64] = slots.arrived_at + slots.priority * self.ageing_s
+        return due
 
 
 QUEUES: dict[str, type[WaitingQueue]] = {

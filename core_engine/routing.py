@@ -57,8 +57,8 @@ class Prospect:
         self._admission = admission
         self._budget = min(config.max_num_batched_tokens, config.max_prefill_tokens)
         decoding = slots.decoding
-        self.num_rows = int(decoding.sum()) + len(replica.prefilling)
-        """Sequences that run there, or were placed there."""
+        self.num_rows = replica.num_active
+        """Sequences that run there, or were placed there, as rows of a step."""
         self._context = int(slots.num_tokens[decoding].sum())
         self._room = min(config.max_num_seqs - self.num_rows, slots.num_free)
         if replica.num_draining_preemptions or replica.leaving or replica.reserved_for is not None:
@@ -78,7 +78,7 @@ class Prospect:
 
     def has_room_for(self, sequence: Sequence, num_cached: int) -> bool:
         """Whether the replica could admit the sequence now, of which it caches ``num_cached`` tokens."""
-        if not self.is_open:
+        if self._room < sequence.request.num_seats:
             return False
         kv, admission = self.replica.kv, self._admission
         if self._growth is None:
@@ -97,15 +97,16 @@ class Prospect:
         pairs = self._num_pairs + missing * (num_cached + missing / 2)
         prefill_s = costs.of(StepLoad(tokens, 0, pairs, True)) - costs.step
         num_steps = -(-tokens // max(self._budget - self.num_rows, 1))
-        decode_s = costs.of(StepLoad(self.num_rows + 1, self._context + length, 0.0, False))
+        num_rows = self.num_rows + sequence.request.num_seats
+        decode_s = costs.of(StepLoad(num_rows, self._context + length, 0.0, False))
         displaced_s = costs.token * self._reuse * missing
         return self._in_flight_s + prefill_s + (num_steps + TOKENS_AFTER) * decode_s + displaced_s
 
     def place(self, sequence: Sequence, num_cached: int) -> None:
         """Count a sequence that goes there."""
         self._add_prompt(sequence, num_cached)
-        self.num_rows += 1
-        self._room -= 1
+        self.num_rows += sequence.request.num_seats
+        self._room -= sequence.request.num_seats
         self._num_free -= self.replica.kv.blocks_for(len(sequence.tokens)) - num_cached // self.replica.kv.block_size
 
     def _add_prompt(self, sequence: Sequence, num_computed: int) -> None:

@@ -37,6 +37,8 @@ class SlotTable:
         """Tokens that the blocks of the slot hold."""
         self.limit = np.zeros(num_slots, np.int64)
         self.priority = np.zeros(num_slots, np.int64)
+        self.order = np.zeros(num_slots, np.int64)
+        self.arrived_at = np.zeros(num_slots, np.float64)
         self.recorded = np.zeros(num_slots, np.bool_)
         """Each of its tokens comes with a log-probability record."""
         self.searching = np.zeros(num_slots, np.bool_)
@@ -79,6 +81,8 @@ class SlotTable:
         self.capacity[slot] = capacity
         self.limit[slot] = sequence.limit
         self.priority[slot] = sequence.request.priority
+        self.order[slot] = sequence.request.order
+        self.arrived_at[slot] = sequence.request.arrived_at
         self.recorded[slot] = sequence.row_params.logprobs is not None
         self.searching[slot] = sequence.request.search is not None
         return slot
@@ -91,7 +95,7 @@ class SlotTable:
         sequence.tokens = self.tokens[slot, : self.num_tokens[slot]].copy()
         sequence.slot = None
         self.sequences[slot] = None
-        for column in (self.prompt_len, self.num_tokens, self.num_computed, self.capacity, self.limit, self.priority):
+        for column in (self.prompt_len, self.num_tokens, self.num_computed, self.capacity, self.limit):
             column[slot] = 0
         for flag in (self.decoding, self.leaving, self.ended, self.recorded, self.searching):
             flag[slot] = False

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from core_engine.request import Sequence
 
 if TYPE_CHECKING:
     from core_engine.replica import Replica
+    from core_engine.slot_table import Slots, SlotTable
 
 AGEING_S = 30.0
 
@@ -77,6 +81,14 @@ class WaitingQueue(ABC):
         It then stands before it in the queue, too, so that nothing comes back at once to where it had to leave.
         """
         return False
+
+    def behind(self, sequence: Sequence, slots: SlotTable) -> npt.NDArray[np.bool_]:
+        """[slots] those that ``sequence``, or anybody behind it in the queue, might outrank."""
+        return np.zeros(slots.num_slots, np.bool_)
+
+    def outranked(self, sequence: Sequence, slots: SlotTable) -> Slots:
+        """The slots whose sequences ``sequence`` outranks; who has to go first is first."""
+        return np.empty(0, np.intp)
 
     def _find(self, sequences: list[Sequence], sequence: Sequence, key: Callable[[Sequence], Any]) -> int:
         """Where ``sequence`` is in a list that is sorted by a unique ``key``.

@@ -16,6 +16,7 @@ from core_engine.queues import QUEUES
 from core_engine.request import Request, Sequence
 from shared.sampling import SamplingParams
 from tests.core_engine.simulation import VOCAB, Simulation
+from tests.core_engine.test_beam_search import check
 
 
 def sequence(order: int, priority: int = 0, tenant: str = "", at: float = 0.0, length: int = 3) -> Sequence:
@@ -137,6 +138,74 @@ def test_a_higher_priority_takes_blocks() -> None:
     assert high.ended_at is not None
     assert low.ended_at is not None
     assert high.ended_at < low.ended_at
+    simulation.check_outputs()
+    simulation.check_empty()
+
+
+def test_a_search_gives_way_and_takes_its_seats() -> None:
+    """Beams go together and give back the seats of all; a search that comes needs as many, or nobody goes for it."""
+    simulation = Simulation(200, policy="priority", max_num_seqs=6)
+    low = simulation.submit([1, 2, 3], priority=2, beam_width=4, n=4, temperature=0.0, max_tokens=30, ignore_eos=True)
+    rows = [simulation.submit([n, 7], priority=1, max_tokens=40, ignore_eos=True) for n in range(2)]
+    for _ in range(5):
+        simulation.tick()
+    assert simulation.replica.num_active == 6
+    high = simulation.submit([4, 4], max_tokens=8, ignore_eos=True)
+    for _ in range(6):
+        simulation.tick()
+    assert [each.sequences[0].num_preemptions for each in (low, *rows)] == [1, 0, 0]
+    assert high.sequences[0].scheduled_at is not None
+    assert simulation.core.metrics.preemptions.value == 1
+    wide = simulation.submit([5, 5], priority=1, beam_width=5, n=1, temperature=0.0, max_tokens=8, ignore_eos=True)
+    for _ in range(3):
+        simulation.tick()
+    assert not any(each.sequences[0].num_preemptions for each in rows), "their seats are not enough, and not lower"
+    simulation.run()
+    for request in (low, wide):
+        assert request.finished
+        check(simulation, request)
+    simulation.check_outputs()
+    simulation.check_empty()
+
+
+def test_a_stream_of_higher_priorities_is_served_as_it_comes() -> None:
+    """One comes in each step, and somebody has to go for it: each has its place soon, and few seats are empty."""
+    simulation = Simulation(400, policy="priority", max_num_seqs=12, priority_ageing_s=1000.0)
+    for n in range(24):
+        simulation.submit([n, 3], priority=100, max_tokens=80, ignore_eos=True)
+    for _ in range(5):
+        simulation.tick()
+    highs = []
+    for number in range(40):
+        highs.append(simulation.submit([number, 1, 2], max_tokens=4, ignore_eos=True).sequences[0])
+        simulation.tick()
+        assert simulation.replica.num_active >= 6
+    for each in highs[:30]:
+        assert each.scheduled_at is not None
+        assert each.scheduled_at - each.request.arrived_at <= 6.0
+    assert not any(each.num_preemptions for each in highs)
+    simulation.run()
+    simulation.check_outputs()
+    simulation.check_empty()
+
+
+def test_priority_over_two_replicas() -> None:
+    """Who comes takes a free seat of either before anybody has to go; then the lowest one of a replica has to."""
+    simulation = Simulation(100, policy="priority", num_workers=2, max_num_seqs=2, priority_ageing_s=1000.0)
+    lows = [simulation.submit([n, 5, 7], max_tokens=60, ignore_eos=True, priority=2 + n) for n in range(3)]
+    for _ in range(4):
+        simulation.tick()
+    first = simulation.submit([8, 8], max_tokens=50, ignore_eos=True, priority=1)
+    for _ in range(4):
+        simulation.tick()
+    assert first.sequences[0].scheduled_at is not None
+    assert simulation.core.metrics.preemptions.value == 0, "there was a free seat"
+    highs = [simulation.submit([9, n], max_tokens=10, ignore_eos=True) for n in range(3)]
+    for _ in range(24):
+        simulation.tick()
+    assert [each.sequences[0].num_preemptions for each in (*lows, first, *highs)] == [1, 1, 1, 0, 0, 0, 0]
+    assert all(each.sequences[0].ended_at is not None for each in highs)
+    simulation.run()
     simulation.check_outputs()
     simulation.check_empty()
 
