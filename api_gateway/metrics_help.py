@@ -10,6 +10,8 @@ HELP = {
     "headrace:gateway_requests_active": "Requests for text that the gateway is serving.",
     "headrace:gateway_timeouts": "Requests that were ended by their own timeout.",
     "headrace:malformed_messages": "Messages that the engine could not read and dropped.",
+    "headrace:num_requests_waiting_by_reason": "Requests that wait to be scheduled, by what the first of them "
+    "waits for.",
     "headrace:overrun_rows": "Sampled tokens that were dropped because their request had ended.",
     "headrace:priority_preemptions": "Preemptions that made way for a request of a higher priority.",
     "headrace:replica_compute_seconds": "Time that a worker's steps took on its device.",

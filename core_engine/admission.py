@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from core_engine.pressure import Wait
 from core_engine.replica import Replica
 from core_engine.request import Sequence
 
@@ -47,6 +48,16 @@ class Admission:
             growth = self.expected_growth(replica)
         growth += self.own_growth(replica, newcomer)
         return max(math.floor(self.watermark * replica.kv.pool.num_blocks), int(growth))
+
+    def lacks(self, replica: Replica, newcomer: Sequence, reserve: int) -> Wait:
+        """What a newcomer that was not let in with this ``reserve`` lacks, as if none of its prompt were cached."""
+        pool, wanted = replica.kv.pool, replica.kv.blocks_for(len(newcomer.tokens))
+        if wanted > pool.num_free:
+            return Wait.BLOCKS
+        if wanted + reserve <= pool.num_free:
+            return Wait.BUDGET
+        is_fixed = reserve <= math.floor(self.watermark * pool.num_blocks)
+        return Wait.WATERMARK if is_fixed else Wait.RESERVE
 
     def own_growth(self, replica: Replica, newcomer: Sequence) -> int:
         """Blocks that a sequence is expected to ask for beside those for its known tokens."""

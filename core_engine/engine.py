@@ -11,6 +11,7 @@ import structlog
 from core_engine.core import EngineCore
 from core_engine.engine_config import load_engine_config, scheduler_for
 from core_engine.frontend_link import FrontendLink
+from core_engine.pressure import Pressure
 from core_engine.replica import Replica
 from core_engine.settle import Settled
 from core_engine.step_record import StepLog
@@ -87,6 +88,7 @@ class Engine:
         self._tick_s = settings.beat_s / TICKS_PER_BEAT
         self._tick_due = 0.0
         self._heartbeat = Heartbeat()
+        self._pressure = Pressure(self.core, self._clock)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -160,6 +162,8 @@ class Engine:
         self.workers.tick()
         self.core.metrics.stale_messages.set(self.workers.stale)
         self.core.metrics.malformed_messages.set(self.workers.listener.malformed + self.frontends.listener.malformed)
+        for warning in self._pressure.look():
+            log.warning(warning)
         self.frontends.tick()
 
     # -- replicas --------------------------------------------------------------------------------------------------

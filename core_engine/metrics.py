@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
+from core_engine.pressure import Wait
 from core_engine.request import Request, Sequence
 from shared.messages import FinishReason
 from shared.metrics import Registry, Sample
@@ -30,6 +31,9 @@ class EngineMetrics:
         lengths = _one_two_five(max_model_len)
         self._running = registry.gauge("vllm:num_requests_running")
         self._waiting = registry.gauge("vllm:num_requests_waiting")
+        self._waiting_for = registry.gauges("headrace:num_requests_waiting_by_reason", "reason")
+        self.waiting_for: Wait | None = None
+        """What those that wait wait for, as it was found last."""
         self._usage = registry.gauge("vllm:kv_cache_usage_perc")
         self._cache_config = registry.gauges(
             "vllm:cache_config_info", "block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization"
@@ -143,6 +147,8 @@ class EngineMetrics:
         """All of them, as a scrape shows them."""
         self._running.set(sum(replica.num_running for replica in replicas))
         self._waiting.set(num_waiting)
+        for wait in Wait:
+            self._waiting_for.labels(wait.value).set(num_waiting if wait is (self.waiting_for or Wait.STEP) else 0)
         self._usage.set(kv_usage(replicas))
         return self._registry.samples() + [sample for replica in replicas for sample in _samples_of(replica)]
 

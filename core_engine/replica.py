@@ -6,13 +6,14 @@ A new epoch is a new ``Replica``; nothing of the old one is carried over but the
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 
 import numpy as np
 
 from core_engine.beam_search import BeamSearch
 from core_engine.block import Block
 from core_engine.kv_cache_manager import KVCacheManager
+from core_engine.pressure import Wait
 from core_engine.request import Exit, Request, Sequence
 from core_engine.slot_table import Slots, SlotTable
 from core_engine.step_time import StepLoad, StepTimeModel
@@ -83,6 +84,8 @@ class Replica:
         self.searches: list[BeamSearch] = []
         """Those whose prompt is admitted."""
         self.num_draining_preemptions = 0
+        self.waits: Counter[Wait] = Counter()
+        """What the first one that waits lacked, in each plan that left it waiting, since somebody looked."""
         self._decode_slots: Slots = np.empty(0, np.intp)
         self._joining: list[int] = []
         self._decode_changed = False

@@ -17,6 +17,7 @@ from core_engine.beam_search import BeamSearch
 from core_engine.chunking import ChunkLimit, ChunkTarget
 from core_engine.making_way import who_gives_way
 from core_engine.metrics import EngineMetrics
+from core_engine.pressure import Wait
 from core_engine.replica import Replica
 from core_engine.request import Exit, Sequence
 from core_engine.routing import MOST_LOOKED_AT, Router
@@ -78,8 +79,11 @@ class Scheduler:
         budget = min(self.config.max_num_batched_tokens - num_rows, self.config.max_prefill_tokens)
         draft.limit = self._limit(replica, decode)
         budget = self._plan_prefills(replica, draft, budget)
-        if self.waiting and not (replica.leaving or draft.num_preempted or replica.num_draining_preemptions):
-            self._admit(replica, draft, budget)
+        if self.waiting and not replica.leaving:
+            is_thrashing = draft.num_preempted or replica.num_draining_preemptions
+            wait = Wait.LEAVING if is_thrashing else self._admit(replica, draft, budget)
+            if self.waiting:
+                replica.waits[wait] += 1
         self._fork(replica, draft)
         draft.prefills += [(beam, 1) for beam in draft.beams]
         if not draft.prefills and not len(decode):
@@ -233,8 +237,8 @@ class Scheduler:
             return min(missing, budget)
         return limit.take(int(replica.slots.num_computed[sequence.slot]), missing, budget)
 
-    def _admit(self, replica: Replica, draft: Draft, budget: int) -> None:
-        """Let waiting sequences in, in order, until the first that finds no slot, blocks or tokens."""
+    def _admit(self, replica: Replica, draft: Draft, budget: int) -> Wait:
+        """Let waiting sequences in, in order, until the first that finds no slot, blocks or tokens; returns which."""
         config, slots = self.config, replica.slots
         partial = sum(count < self._missing(replica, sequence) for sequence, count in draft.prefills)
         partial += len(replica.prefilling) - len(draft.prefills)
@@ -244,18 +248,20 @@ class Scheduler:
         candidates = self._candidates(replica)
         while budget > 0 and num_active < config.max_num_seqs and slots.num_free:
             sequence = next(candidates, None)
-            if sequence is None or (limit is not None and not limit.is_open):
-                return
+            if sequence is None:
+                return self._passed_over()
+            if limit is not None and not limit.is_open:
+                return Wait.BUDGET
             if num_active + sequence.request.num_seats > config.max_num_seqs:
-                return
+                return Wait.SEATS
             may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
             reserve = self.admission.reserve(replica, sequence)
             if reserve >= replica.kv.pool.num_free:
-                return
+                return self.admission.lacks(replica, sequence, reserve)
             whole = budget if limit is None else min(budget, limit.room(0))
             num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=None if may_be_cut else whole)
             if num_cached is None:
-                return
+                return self.admission.lacks(replica, sequence, reserve)
             self._place(replica, draft, sequence, num_cached)
             missing = len(sequence.tokens) - num_cached
             if may_be_cut:
@@ -268,6 +274,15 @@ class Scheduler:
             partial += count < missing
             budget -= count
             num_active += sequence.request.num_seats
+        if num_active >= config.max_num_seqs:
+            return Wait.SEATS
+        return Wait.BUDGET if budget <= 0 else Wait.LEAVING
+
+    def _passed_over(self) -> Wait:
+        """What those wait for that this replica should not admit."""
+        if self.suspects.requests:
+            return Wait.SUSPECT
+        return Wait.PLACEMENT if len(self.router.replicas) > 1 else Wait.SHARED
 
     def _candidates(self, replica: Replica) -> Iterator[Sequence]:
         """The waiting sequences that this replica should admit, in order; each is taken before the next is asked for.

@@ -26,7 +26,9 @@ from shared.messages import (
     Load,
     Message,
     ModelCard,
+    PrefixCacheReset,
     PromptInfo,
+    ResetPrefixCache,
     Tokenize,
     Tokenized,
 )
@@ -237,6 +239,8 @@ class FakeTokenizer:
                 return Tokenized(message.call, np.array([1, 2, 3], np.int32), strings)
             case Detokenize():
                 return Detokenized(message.call, " ".join(map(str, message.tokens.tolist())))
+            case ResetPrefixCache():
+                return PrefixCacheReset(message.call, num_forgotten=3, num_held=1)
         return None
 
     def _hello(self) -> Hello:
