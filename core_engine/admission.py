@@ -64,7 +64,7 @@ class Admission:
         kv, length = replica.kv, len(newcomer.tokens)
         held = kv.blocks_for(length) * kv.block_size
         expected = self.expected_ratio * min(newcomer.limit - length, LOOKAHEAD_TOKENS)
-        return max(math.ceil((length + expected - held) / kv.block_size), 0)
+        return max(math.ceil((length + expected - held) / kv.block_size), 0) * newcomer.request.num_seats
 
     def expected_growth(self, replica: Replica, without: SequenceOf[int] = ()) -> float:
         """Blocks that the running sequences are expected to ask for, but for those in the slots ``without``."""

@@ -84,7 +84,13 @@ class BeamSearch:
         """The beams hold blocks, but no slots."""
         self.is_over = False
         """Done, or nobody wants it any more."""
+        self.struck_at = len(leader.tokens)
+        """Tokens of its longest beam when a worker was lost with it, at most."""
         self._scores: BeamScores[Beam] | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        return any(sequence.exit is not None for sequence in self.live)
 
     @property
     def live(self) -> list[Sequence]:
@@ -145,7 +151,6 @@ class BeamSearch:
         parent, leader = continuation.parent, self.leader
         sequence = Sequence(self.request, 0, np.array([continuation.token], np.int32), leader.limit)
         sequence.tokens = np.append(parent.sequence.tokens, sequence.tokens[-1:])
-        sequence.struck_at = parent.sequence.struck_at
         sequence.scheduled_at, sequence.first_token_at = leader.scheduled_at, leader.first_token_at
         replica.kv.share(parent.sequence, sequence, len(parent.sequence.tokens))
         return Beam(sequence, continuation.logprob, self._records(continuation))

@@ -207,21 +207,25 @@ class EngineCore:
             self._replica_of(sequence).slots.handle[sequence.slot] = handle
 
     def rest(self, sequence: Sequence, resting: bool) -> None:
-        """Take a sequence off its worker, or out of the queue, until it is called back."""
-        if sequence.finish_reason is not None or sequence.resting == resting:
+        """Take a sequence off its worker, or out of the queue, until it is called back. The choices of a search rest
+        together."""
+        if sequence.finish_reason is not None:
             return
-        sequence.resting = resting
         search = sequence.request.search
-        if search is not None and (sequence is not search.leader or search.replica is not None):
-            if search.replica is not None and resting and sequence is search.leader:
-                search.request_exit(Exit.PREEMPT)
-        elif sequence.slot is not None:
+        runner = sequence if search is None else search.leader
+        was_resting, sequence.resting, runner.resting = runner.resting, resting, resting
+        if was_resting == resting:
+            return
+        if search is not None and search.replica is not None:
             if resting:
-                self._replica_of(sequence).request_exit(sequence, Exit.PREEMPT)
+                search.request_exit(Exit.PREEMPT)
+        elif runner.slot is not None:
+            if resting:
+                self._replica_of(runner).request_exit(runner, Exit.PREEMPT)
         elif resting:
-            self.waiting.remove(sequence)
+            self.waiting.remove(runner)
         else:
-            self.waiting.push(sequence)
+            self.waiting.push(runner)
 
     def reset_prefix_cache(self) -> Forgotten:
         """Forget every cached prefix on every replica; what was found, in blocks."""

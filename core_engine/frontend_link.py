@@ -156,13 +156,13 @@ class FrontendLink:
         self._keep_deadline(request)
 
     def replaced(self, old: Log, new: Log) -> None:
-        if isinstance(old.context, Sequence):
-            self.core.end(old.context, FinishReason.ABORT)
         if isinstance(new.request.context, Request) and new.end is None:
             try:
                 self._start(new.request.context, [new], bounded=False)
             except RequestError as error:
                 self._refuse(new.request, error)
+        if isinstance(old.context, Sequence):  # last, so that a search goes on for the new one
+            self.core.end(old.context, FinishReason.ABORT)
 
     def resubmitted(self, request: HopRequest) -> None:
         for item in request.logs:

@@ -159,7 +159,7 @@ def _samples_of(replica: Replica) -> list[Sample]:
         "headrace:replica_requests_running": replica.num_running,
         "headrace:replica_kv_cache_usage_perc": replica.kv.pool.usage,
         "headrace:replica_kv_blocks_held": replica.kv.pool.num_held,
-        "headrace:replica_kv_blocks_logical": sum(len(sequence.blocks) for sequence in replica.slots.occupied()),
+        "headrace:replica_kv_blocks_logical": sum(map(len, replica.tables())),
         "headrace:replica_leaving": float(replica.leaving),
         "headrace:replica_prefix_cache_queries_total": replica.cache_queries,
         "headrace:replica_prefix_cache_hits_total": replica.cache_hits,

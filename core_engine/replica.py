@@ -104,12 +104,22 @@ class Replica:
     def num_active(self) -> int:
         """Seats that are taken by sequences that go on; a beam search takes those of all its beams from the start."""
         prompts = sum(sequence.request.search is None for sequence in self.prefilling)
-        return int(self.slots.decoding.sum()) + prompts + sum(search.width for search in self.searches)
+        beams = sum(search.width for search in self.searches if not search.is_leaving)
+        return int(self.slots.decoding.sum()) + prompts + beams
+
+    def aboard(self) -> list[Sequence]:
+        """Those that hold blocks: all that have a slot, and the leaders of searches between two steps."""
+        return self.slots.occupied() + [search.leader for search in self.searches if search.is_pending]
 
     @property
     def hit_rate(self) -> float:
         """Share of the tokens of its sequences that the prefix cache held, 0 to 1."""
         return self.cache_hits / self.cache_queries if self.cache_queries else 0.0
+
+    def tables(self) -> list[list[Block]]:
+        """Every block table that holds its blocks; between two steps those of beams without a slot, too."""
+        pending = [beam.sequence for search in self.searches if search.is_pending for beam in search.beams]
+        return [sequence.blocks for sequence in self.slots.occupied() + pending]
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.slot is not None and self.slots.sequences[sequence.slot] is sequence
@@ -212,11 +222,9 @@ class Replica:
     def check(self) -> None:
         """Assert that slots, blocks and window agree; for tests and idle moments."""
         self.kv.pool.check()
-        pending = [beam.sequence for search in self.searches if search.is_pending for beam in search.beams]
-        sequences = self.slots.occupied() + pending
         held: dict[int, int] = {}
-        for sequence in sequences:
-            for block in sequence.blocks:
+        for table in self.tables():
+            for block in table:
                 held[block.id] = held.get(block.id, 0) + 1
                 assert block.ref >= held[block.id]
         copied = sum(len(step.copied) for step in self.window)

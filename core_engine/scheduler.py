@@ -114,10 +114,7 @@ class Scheduler:
 
     def _has_room(self, replica: Replica, draft: Draft, search: BeamSearch) -> bool:
         """Preempt until there is a block for each beam, or some are promised. Returns whether all have room now."""
-        alone, wanted = replica.reserved_for, len(search.beams)
-        if alone is not search.request and (alone is not None or search.request in self.suspects.requests):
-            self._preempt(replica, draft, search.leader)
-            return False
+        wanted = len(search.beams)
         if replica.slots.num_free < wanted or len(draft.beams) + wanted > self.config.max_num_batched_tokens:
             return False
         while replica.kv.pool.num_free < wanted:
@@ -192,8 +189,7 @@ class Scheduler:
     def _victim(self, replica: Replica, draft: Draft) -> Sequence | None:
         """The last in rank among those that could go on."""
         going = set(replica.going())
-        candidates = [s for s in replica.slots.occupied() if s not in going and s.slot not in draft.granted]
-        candidates += [search.leader for search in replica.searches if search.is_pending]
+        candidates = [s for s in replica.aboard() if s not in going and s.slot not in draft.granted]
         return max(candidates, key=self.waiting.rank, default=None)
 
     def _make_way(self, replica: Replica) -> None:

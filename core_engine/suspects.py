@@ -62,13 +62,11 @@ class Suspects:
             got_on = all(_got_on(sequence, lost) for sequence in sequences)
             request.strikes = 1 if got_on else request.strikes + 1
             request.strikes_alone = 0 if got_on else request.strikes_alone + (request is reserved)
-            for sequence in request.sequences:
-                if sequence.finish_reason is None:
-                    sequence.struck_at = _length(sequence, running)
+            _mark(request, sequences, running)
             if request.strikes >= STRIKES and request not in self.requests:
                 self.requests[request] = None
                 for replica in running:
-                    _take_back(replica, [s for s in replica.slots.occupied() if s.request is request])
+                    _take_back(replica, [s for s in replica.aboard() if s.request is request])
         if lost is self._replica:
             self._replica = None
         self._count()
@@ -92,11 +90,10 @@ class Suspects:
         turn = self.turn
         if turn is not None:
             assert self._replica is not None
-            live = _live(turn)
-            if all(_got_on(sequence, self._replica) for sequence in live):
+            if all(_got_on(sequence, self._replica) for sequence in _live(turn)):
                 turn.strikes = turn.strikes_alone = 0
                 self.forget(turn)
-            elif not _wants_turn(turn) or (self._replica.leaving and not any(s in self._replica for s in live)):
+            elif not _wants_turn(turn) or (self._replica.leaving and not _is_aboard(turn, self._replica)):
                 self._end_turn()
         if self._replica is None:
             self._begin_turn(replicas)
@@ -110,9 +107,8 @@ class Suspects:
         turn = min(candidates, key=lambda request: (request.strikes_alone, request.order))
         self._replica = min(open_, key=lambda replica: replica.num_running)
         self._replica.reserved_for = turn
-        for sequence in turn.sequences:
-            sequence.struck_at = _length(sequence, replicas)
-        _take_back(self._replica, [s for s in self._replica.slots.occupied() if s.request is not turn])
+        _mark(turn, _live(turn), replicas)
+        _take_back(self._replica, [s for s in self._replica.aboard() if s.request is not turn])
 
     def _end_turn(self) -> None:
         assert self._replica is not None
@@ -150,8 +146,23 @@ def _length(sequence: Sequence, replicas: Iterable[Replica]) -> int:
     return len(sequence.tokens) if replica is None else int(replica.slots.num_tokens[sequence.slot])
 
 
+def _mark(request: Request, aboard: Iterable[Sequence], replicas: SequenceOf[Replica]) -> None:
+    """Remember how far it got. A search begins again each time, and has to get on from where it got at best."""
+    if request.search is not None:
+        request.search.struck_at = max([request.search.struck_at, *(_length(each, replicas) for each in aboard)])
+        return
+    for sequence in _live(request):
+        sequence.struck_at = _length(sequence, replicas)
+
+
 def _got_on(sequence: Sequence, replica: Replica) -> bool:
-    return _length(sequence, (replica,)) >= sequence.struck_at + CLEAR_TOKENS
+    search = sequence.request.search
+    struck_at = sequence.struck_at if search is None else search.struck_at
+    return _length(sequence, (replica,)) >= struck_at + CLEAR_TOKENS
+
+
+def _is_aboard(request: Request, replica: Replica) -> bool:
+    return any(sequence.request is request for sequence in replica.aboard())
 
 
 def _take_back(replica: Replica, sequences: Iterable[Sequence]) -> None:

@@ -34,14 +34,14 @@ class BeamSearchParams:
         Raises:
             ValueError: names the field that is out of range.
         """
-        width = self.beam_width
-        reported = min(2 * width, sampling.MAX_LOGPROBS) if isinstance(width, int) and width > 0 else 0
+        is_width = isinstance(self.beam_width, int) and 1 <= self.beam_width <= sampling.MAX_BEAM_WIDTH
+        width = self.beam_width if is_width else 1  # ``to_shared`` refuses others by their own name
         return SamplingParams(
             n=width,
             temperature=self.temperature,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
-            logprobs=reported,
+            logprobs=min(2 * width, sampling.MAX_LOGPROBS),
             detokenize=False,
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from core_engine.beam_scores import BeamScores
-from core_engine.request import Exit, Request
+from core_engine.request import Exit, Request, Sequence
 from shared.errors import RequestError
 from shared.logprobs import unpack
-from shared.messages import FinishReason
+from shared.messages import FinishReason, Step
 from shared.sampling import SamplingParams
 from tests.core_engine.simulation import EOS_IDS, VOCAB, Simulation, distribution, extend
 
@@ -131,19 +133,60 @@ def test_log_probabilities_of_what_is_returned() -> None:
 
 
 def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
+    """Whole ones by reference; a partial one is copied in the step in which one of several heirs writes into it."""
     simulation = Simulation(200)
-    search(simulation, list(range(4, 66)), 6, ignore_eos=True, max_tokens=20)
-    seen = 0
-    while simulation.tick():
-        tables = [sequence.blocks for sequence in simulation.replica.slots.occupied()]
-        if len(tables) == 6:
-            seen += 1
-            physical = len({block.id for table in tables for block in table})
-            assert physical <= 15 + 6 * 7 < sum(len(table) for table in tables)
-    assert seen == 0 or seen > 5
-    assert any(len(step.copies) for step in simulation.steps)
-    assert max(len(step.new) for step in simulation.steps) == 6
+    replica, width, prompt_len = simulation.replica, 6, 62
+    request = search(simulation, list(range(4, 4 + prompt_len)), width, ignore_eos=True, max_tokens=20)
+    for length in range(prompt_len, prompt_len + 20):
+        step = simulation.plan()
+        assert step is not None
+        assert simulation.plan() is None, "the next step depends on this one"
+        if length > prompt_len:
+            assert request.search is not None
+            check_tables([beam.sequence for beam in request.search.beams], step, length, prompt_len // 4)
+            check_block_metrics(simulation, len(set(step.copies[:, 0].tolist())))
+            assert (len(step.new), len(step.prefill), len(step.decode), len(step.sample)) == (width, width, 0, width)
+        simulation.settle()
+        replica.check()
+        if length < prompt_len + 19:
+            check_block_metrics(simulation, 0)  # also while the beams have no slots
+    check_after(simulation, request)
     simulation.check_empty()
+    assert replica.kv.pool.num_held == 0
+
+
+def check_tables(beams: list[Sequence], step: Step, length: int, num_common: int) -> None:
+    """Of the beams of a search, planned: who shares what, and what is copied."""
+    tables = [beam.blocks for beam in beams]
+    assert all(len(beam.tokens) == length for beam in beams)
+    assert all(len(table) == -(-length // 4) for table in tables)
+    assert all(block.ref == len(beams) for block in tables[0][:num_common])
+    for (one, table), (other, table_of_other) in itertools.combinations(zip(beams, tables, strict=True), 2):
+        for index in range((length - 1) // 4):
+            end = 4 * index + 4
+            has_common_history = one.tokens[:end].tolist() == other.tokens[:end].tolist()
+            assert (table[index] is table_of_other[index]) == has_common_history, index
+    written = [table[-1] for table in tables]
+    assert [block.ref for block in written] == [1] * len(beams), "two write into one block"
+    heirs = Counter(tuple(beam.tokens[:-1].tolist()) for beam in beams)
+    is_partial = (length - 1) % 4 != 0
+    assert len(step.copies) == sum(count for count in heirs.values() if count > 1) * is_partial
+    held = {block.id for table in tables for block in table}
+    assert not held.intersection(step.copies[:, 0].tolist())
+    assert {block.id for block in written}.issuperset(step.copies[:, 1].tolist())
+    logical, physical = sum(map(len, tables)), len(held)
+    assert logical - physical >= (len(beams) - 1) * num_common
+    assert physical <= num_common + len(beams) * (-(-length // 4) - num_common)
+
+
+def check_block_metrics(simulation: Simulation, num_copied: int) -> None:
+    tables = simulation.replica.tables()
+    samples = {name: value for name, _, value in simulation.core.metrics.samples(simulation.core.replicas, 0)}
+    assert samples["headrace:replica_kv_blocks_logical"] == sum(map(len, tables))
+    assert (
+        samples["headrace:replica_kv_blocks_held"]
+        == len({block.id for table in tables for block in table}) + num_copied
+    )
 
 
 def test_what_cannot_fit_is_refused() -> None:

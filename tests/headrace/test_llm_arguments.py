@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +12,16 @@ import numpy as np
 import pytest
 import structlog
 
-from headrace import LLM, InvalidRequest, RequestOutputKind, SamplingParams
+from headrace import (
+    LLM,
+    BeamSearchParams,
+    CompletionOutput,
+    InvalidRequest,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
+from headrace.beam_search import beam_search_output
 from headrace.offline.keywords import settings_of
 from headrace.offline.metrics import Counter, Gauge, Histogram, to_metrics
 from headrace.offline.prompts import chat_prompts, params_list, priorities_list, read_prompts, text_spec, token_spec
@@ -103,6 +114,62 @@ def test_clone_is_independent() -> None:
 def test_from_optional_takes_none_for_defaults() -> None:
     params = SamplingParams.from_optional(temperature=None, top_p=0.5, max_tokens=None)
     assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.5, None)
+
+
+# -- beam search -----------------------------------------------------------------------------------------------------
+
+
+def test_beam_search_is_called_as_in_vllm() -> None:
+    parameters = list(inspect.signature(LLM.beam_search).parameters.values())[1:]
+    assert [(each.name, each.default) for each in parameters] == [
+        ("prompts", inspect.Parameter.empty),
+        ("params", inspect.Parameter.empty),
+        ("lora_request", None),
+        ("use_tqdm", False),
+        ("concurrency_limit", None),
+    ]
+    names = ["beam_width", "max_tokens", "ignore_eos", "temperature", "length_penalty", "include_stop_str_in_output"]
+    assert [field.name for field in dataclasses.fields(BeamSearchParams)] == [*names, "early_stopping"]
+    params = BeamSearchParams(3, 5)
+    assert (params.ignore_eos, params.temperature, params.length_penalty, params.early_stopping) == (False, 0, 1, False)
+
+
+def test_beam_search_fields_arrive() -> None:
+    params = BeamSearchParams(4, 9, True, 0.0, 0.5, False, "never")
+    wire = params.to_shared(params.sampling_params(), 100)
+    assert (wire.beam_width, wire.n, wire.max_tokens, wire.ignore_eos) == (4, 4, 9, True)
+    assert (wire.temperature, wire.length_penalty, wire.early_stopping, wire.logprobs) == (0.0, 0.5, "never", 8)
+    assert BeamSearchParams(16, 9).sampling_params().logprobs == 20
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("beam_width", 17), ("beam_width", 2.0), ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", "9")],
+        *[("temperature", 0.5), ("temperature", -1.0), ("length_penalty", 11.0), ("length_penalty", float("nan"))],
+        *[("early_stopping", "soon"), ("early_stopping", None), ("ignore_eos", 1), ("beam_width", 0)],
+    ],
+)
+def test_bad_beam_search_value_is_named(field: str, value: Any) -> None:
+    params = BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | {field: value}))
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        params.to_shared(params.sampling_params(), 100)
+    assert caught.value.param == field
+
+
+def test_beam_search_output_ends_before_the_end_of_sequence() -> None:
+    choices = [
+        CompletionOutput(0, "", [7, 8, 2], -1.5, [{}, {}, {}], "stop", None),
+        CompletionOutput(1, "", [7, 9, 9], -2.5, [{}, {}, {}], "length", None),
+    ]
+    output = RequestOutput("r", None, [1, 5], None, choices, finished=True)
+    for kept, tokens in ((False, [1, 5, 7, 8]), (True, [1, 5, 7, 8, 2])):
+        found = beam_search_output(output, BeamSearchParams(2, 3, include_stop_str_in_output=kept)).sequences
+        assert [each.tokens for each in found] == [tokens, [1, 5, 7, 9, 9]]
+        assert [(each.cum_logprob, len(each.logprobs), each.finish_reason) for each in found] == [
+            (-1.5, 3, "stop"),
+            (-2.5, 3, "length"),
+        ]
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_texts_and_refusals(llm: LLM) -> None:
         assert (sequence.finish_reason, len(sequence.logprobs)) == ("length", 3)
     assert llm.beam_search([], BeamSearchParams(2, 3)) == []
     for bad in ({"beam_width": 0}, {"beam_width": 17}, {"temperature": 0.7}, {"early_stopping": "soon"}):
-        with pytest.raises(ValueError, match=next(iter(bad)) if "beam_width" not in bad else "n |beam_width"):
+        with pytest.raises(ValueError, match=next(iter(bad))):
             llm.beam_search("x", BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | bad)))
 
 
