@@ -110,6 +110,8 @@ class Encoder:
     def fit(self, spec: TextSpec, prompt_tokens: int) -> SamplingParams:
         """The parameters of ``spec`` with ``max_tokens`` filled in, checked against the model's context.
 
+        A beam search that leaves it out may stay without: the engine knows how much memory there is for all beams.
+
         Raises:
             RequestError: prompt and output are longer than the context, or a parameter is out of range.
         """
@@ -123,6 +125,8 @@ class Encoder:
         params = dataclasses.replace(params, truncate_prompt_tokens=None)
         if params.max_tokens is None:
             room = limit - prompt_tokens
+            if self._default_max_tokens is None and params.beam_width is not None:
+                return params
             return dataclasses.replace(params, max_tokens=min(room, self._default_max_tokens or room))
         if prompt_tokens + params.max_tokens <= limit:
             return params

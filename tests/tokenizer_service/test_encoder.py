@@ -65,6 +65,8 @@ async def test_a_model_without_a_template_serves_text(encoder: Encoder) -> None:
 def test_the_context_is_filled_or_the_request_refused(encoder: Encoder) -> None:
     assert encoder.fit(spec("x", max_tokens=None), 40).max_tokens == 60
     assert encoder.fit(spec("x", max_tokens=60), 40).max_tokens == 60
+    beams = spec("x", max_tokens=None, beam_width=2, temperature=0.0)
+    assert encoder.fit(beams, 40).max_tokens is None, "the engine knows how long all beams may be"
     for tokens, prompt, param in ((61, 40, "max_tokens"), (None, 100, "prompt"), (5, 120, "prompt")):
         with pytest.raises(RequestError, match="> max_model_len 100") as caught:
             encoder.fit(spec("x", max_tokens=tokens), prompt)
