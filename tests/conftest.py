@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is.
-settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("headrace")
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from tiny_models import TinyModels
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("headrace")
 
 
 @pytest.fixture(scope="session")
