@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +47,20 @@ class Server:
         assert found, f"{name} is not on the metrics page"
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
-    def wait_idle(self, seconds: float) -> float:
-        """Seconds until nothing runs, waits or holds blocks; fails after ``seconds``."""
-        start = time.monotonic()
+    def wait_idle(self, seconds: float) -> None:
+        """Wait until nothing runs, waits or holds blocks; fails after ``seconds``."""
+        end = time.monotonic() + seconds
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-        while any(self.gauge(name) for name in names):
-            left = {name: self.gauge(name) for name in names}
-            assert time.monotonic() - start < seconds, f"still held after {seconds} s: {left}"
+        while any((left := {name: self.gauge(name) for name in names}).values()):
+            assert time.monotonic() < end, f"still held after {seconds} s: {left}"
             time.sleep(0.05)
-        return time.monotonic() - start
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
+        """Wait for a figure, which each process reports once a beat."""
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, f"waited {seconds} s in vain"
+            time.sleep(0.05)
 
 
 def free_port() -> int:
@@ -80,7 +85,8 @@ def running(log: pathlib.Path, model: str, *flags: str, ready_s: float = 120) ->
         assert not _members(process.pid), "processes are left behind"
     finally:
         for pid in _members(process.pid):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.wait()
 
 

@@ -6,6 +6,7 @@ any: names become 127.0.0.1, ports become free ones, /keys a temporary folder. E
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -38,9 +39,11 @@ def environment(service: str) -> dict[str, str]:
     return {name: re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value) for name, value in found.items() if value is not None}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ones: all are taken before the first is let go."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 class Stack:
@@ -49,7 +52,7 @@ class Stack:
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.keys = folder / "keys"
-        self.ports = {port: free_port() for port in ("5551", "5552", "5553", "8000")}
+        self.ports = dict(zip(("5551", "5552", "5553", "8000"), free_ports(4), strict=True))
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @property

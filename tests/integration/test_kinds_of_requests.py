@@ -170,7 +170,7 @@ def test_two_requests_of_one_id(server: Any) -> None:
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         assert list(pool.map(ask, range(3))) == alone
     assert [ask(salt) for salt in range(3)] == alone
-    server.wait_idle(5)
+    server.wait_idle(60)
 
 
 # -- seeds and neighbours ----------------------------------------------------------------------------------------------

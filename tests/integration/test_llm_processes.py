@@ -77,7 +77,7 @@ def test_start_that_fails_says_why_and_leaves_nothing(model: pathlib.Path) -> No
     before = threading.active_count()
     with pytest.raises(StartupError, match=r"max-model-len 100000 .* 512"):
         LLM(str(model), max_model_len=100_000, **OPTIONS)
-    wait_until(lambda: threading.active_count() == before)
+    wait_until(lambda: threading.active_count() <= before)  # threads of earlier tests may end as well
 
 
 async def test_async_llm(model: pathlib.Path) -> None:

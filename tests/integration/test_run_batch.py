@@ -14,15 +14,18 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[2]
 COMMAND = (sys.executable, "-P", "-m", "headrace", "run-batch")
 COUNT = 24
+TOKENS, LAST_TOKENS = 12, 300
+"""The last answer of a batch that is to be killed is long, so that no run ends before it is killed."""
 
 
-def write_requests(path: pathlib.Path, count: int) -> None:
+def write_requests(path: pathlib.Path, count: int, last_tokens: int = TOKENS) -> None:
     with path.open("w") as file:
         for i in range(count):
             text = f"The number {i} is"
             chat = {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": text}]}}
             request = chat if i % 2 else {"url": "/v1/completions", "body": {"prompt": text}}
-            request["body"] |= {"model": "demo", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+            tokens = last_tokens if i == count - 1 else TOKENS
+            request["body"] |= {"model": "demo", "temperature": 0, "max_tokens": tokens, "ignore_eos": True}
             file.write(json.dumps({"custom_id": f"r{i}", "method": "POST", **request}) + "\n")
 
 
@@ -36,7 +39,7 @@ def results(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 def test_killed_and_continued_every_request_has_one_result(demo: Any, tmp_path: pathlib.Path) -> None:
     requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_requests(requests, COUNT)
+    write_requests(requests, COUNT, LAST_TOKENS)
     words = [*COMMAND, "-i", str(requests), "-o", str(out), "--url", demo.url]
     kills = 0
     while True:
@@ -53,9 +56,10 @@ def test_killed_and_continued_every_request_has_one_result(demo: Any, tmp_path: 
     assert (process.returncode, kills) == (0, 2)
     found = results(out)
     assert set(found) == {f"r{i}" for i in range(COUNT)}
-    for result in found.values():
+    for name, result in found.items():
         assert result["response"]["status_code"] == 200
-        assert result["response"]["body"]["usage"]["completion_tokens"] == 12
+        tokens = result["response"]["body"]["usage"]["completion_tokens"]
+        assert tokens == (LAST_TOKENS if name == f"r{COUNT - 1}" else TOKENS)
     body = json.loads(requests.read_text().splitlines()[0])["body"]
     assert found["r0"]["response"]["body"]["choices"] == demo.post("/v1/completions", body)["choices"]
     demo.wait_idle(30)
