@@ -80,6 +80,8 @@ class FakeTokenizer:
         self.hellos: list[Hello] = []
         self.refusal: str | None = None
         self.scripts: dict[str, Script] = {}
+        self.loads: dict[str, Load] = {}
+        """What it reports of each process, with each sign of life."""
         self._gateways: set[str] = set()
         self._running: dict[Log, int] = {}
         self._boot = new_boot()
@@ -212,6 +214,8 @@ class FakeTokenizer:
         self.child.extend(log, (token.id,), () if top is None else (record_of(token, top),))
 
     def report(self, load: Load) -> None:
+        """At once, and from now on."""
+        self.loads[load.source] = load
         for gateway in self._gateways:
             self._listener.send(gateway, load)
 
@@ -223,6 +227,9 @@ class FakeTokenizer:
         reply = self._reply(received.message)
         if reply is not None:
             self._listener.send(received.peer, reply)
+        if isinstance(received.message, Hello):
+            for load in self.loads.values():
+                self._listener.send(received.peer, load)
 
     def _reply(self, message: Message) -> Message | None:
         match message:

@@ -40,6 +40,7 @@ async def test_an_absent_engine_is_no_reason_to_end_the_gateway(serve: Any) -> N
     served.tokenizer.report(Load("engine/e1", 5, 3, 4, 0.25, [], 9.0))
     await until(lambda: served.gateway.stuck())
     served.tokenizer.ready = False
+    served.tokenizer.loads.clear()
     await until(lambda: not served.gateway.stuck())
     await until(lambda: served.gateway.not_ready() == "loading weights")
     assert (await served.get("/health"))[0] == 200

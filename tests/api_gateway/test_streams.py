@@ -240,6 +240,7 @@ async def test_gauges_of_a_silent_engine_are_zero_or_gone(served: Any) -> None:
     await until(lambda: list(served.gateway.links.loads()))
     assert await served.metric("vllm:num_requests_running") == 3
     assert await served.metric("headrace:replica_requests_running") == 2
+    served.tokenizer.loads.clear()
     await until(lambda: not any(fresh for _, fresh in served.gateway.links.loads()))
     assert await served.metric("vllm:num_requests_running") == 0
     assert await served.metric("vllm:kv_cache_usage_perc") == 0
