@@ -230,7 +230,7 @@ async def test_readiness_follows_the_engine_and_loads_are_passed_on(tmp_path: Pa
         await demo.start()
         demo.engine.report(Load("engine/e", 5, 1, 2, 0.5, [("vllm:prompt_tokens_total", {}, 7.0)]))
         await gateway.until(lambda: any(load.source == "engine/e" for load in gateway.loads))
-        assert any(load.source.startswith("tokenizer/") for load in gateway.loads)
+        await gateway.until(lambda: any(load.source.startswith("tokenizer/") for load in gateway.loads))
         demo.engine.close()
         await gateway.until(lambda: gateway.hello and not gateway.hello.ready)
 
