@@ -8,8 +8,12 @@ counts against what waits. That its requests were preempted costs it nothing.
 
 With ``spent`` as the sum, a tenant's next round is number ``spent // QUANTUM``: rounds in which nobody could start
 anything are skipped, and each operation is a binary search. A tenant that comes, or comes back, joins the current round
-at its end, with its debts but without credit. So one request of a quiet tenant starts after at most a quantum and one
-request of each other tenant, however many they have waiting. When nobody waits all debts are off.
+at its end, with its debts but without credit. When nobody waits all debts are off. Two things follow:
+
+- Before the first request of a quiet tenant starts, each other tenant starts requests of less than a quantum, and one
+  more, however many it has waiting.
+- Of two tenants that have something waiting all the time, one is never ahead of the other by a quantum, one prompt and
+  what its running requests may still write: when it last started one, its round was no later than the other's.
 """
 
 from __future__ import annotations

@@ -225,10 +225,15 @@ class FrontEnd:
         self.link.close()
 
     def submit(
-        self, prompt: list[int], rid: str | None = None, deadline_s: float | None = None, **params: Any
+        self,
+        prompt: list[int],
+        rid: str | None = None,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        **params: Any,
     ) -> HopRequest:
         sampling = SamplingParams(**({"max_tokens": 16} | params))
-        spec = TokenSpec(sampling, np.array(prompt, np.int32).tobytes(), deadline_s=deadline_s)
+        spec = TokenSpec(sampling, np.array(prompt, np.int32).tobytes(), priority, deadline_s=deadline_s)
         request = HopRequest(rid or f"r{len(self.all)}", spec)
         self.all[request.rid] = request
         self.parent.place(request, spec, Attempt(1, self.boot, 0))

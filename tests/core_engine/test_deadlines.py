@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from core_engine.deadlines import FEW, Deadlines
+from core_engine.queues import QUEUES
 from core_engine.request import Request, Sequence
 from shared.errors import ErrorCode
 from shared.hop import Request as HopRequest
@@ -75,9 +76,10 @@ def error_of(asked: HopRequest) -> ErrorCode:
     return ErrorCode(end.error.code)
 
 
+@pytest.mark.parametrize("policy", sorted(QUEUES))
 @pytest.mark.parametrize("where", ["waiting for a worker", "waiting for a slot", "running"])
-def test_the_engine_ends_what_is_out_of_time(tmp_path: Path, where: str) -> None:
-    running = RunningEngine(tmp_path, max_num_seqs=1)
+def test_the_engine_ends_what_is_out_of_time(tmp_path: Path, where: str, policy: str) -> None:
+    running = RunningEngine(tmp_path, max_num_seqs=1, scheduling_policy=policy)
     with running as engine, FrontEnd(running.front) as front:
         if where == "waiting for a worker":
             front.wait(lambda: front.hello is not None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core_engine.pressure import ADVICE, PATIENCE_S, SILENCE_S, Pressure, Wait
+from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread
 from tests.core_engine.simulation import VOCAB, Simulation
 
 
@@ -156,6 +158,19 @@ def test_a_queue_that_shrinks_is_not_spoken_of() -> None:
             break
     assert any(wait is Wait.WATERMARK for wait in watched.waits)
     assert not [words for _, words in watched.said if "although" in words]
+
+
+def test_an_engine_reports_what_is_waited_for(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path, max_num_seqs=1)
+    with running as engine, WorkerThread(running.workers) as worker, FrontEnd(running.front) as front:
+        front.wait_ready()
+        worker.deaf = True
+        for _ in range(3):
+            front.submit([1, 2, 3], max_tokens=5)
+        name = "headrace:num_requests_waiting_by_reason"
+        front.wait(lambda: front.metric(name, reason=Wait.SEATS.value) == 2)
+        assert front.metric(name, reason=Wait.BLOCKS.value) == 0
+        assert len(engine.core.waiting) == 2
 
 
 def test_without_a_worker_there_is_nothing_to_change() -> None:
