@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 def above_zero(text: str) -> float:
     """A number above 0, perhaps infinite."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value

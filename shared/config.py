@@ -297,7 +297,7 @@ def _add_flag(
 ) -> None:
     kind, is_list = _kind(hint)
     default, text = defaults.get(field.name, _default(field)), field.metadata["help"]
-    shown = "" if default is None or is_list or kind is bool else f" (default: {default})"
+    shown = "" if default in (None, "") or is_list or kind is bool else f" (default: {default})"
     options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%") + shown, "default": None}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction

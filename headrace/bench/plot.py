@@ -21,7 +21,10 @@ COLORS = {"ttft": "#0072B2", "tpot": "#D55E00", "itl": "#009E73", "e2el": "#7A51
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E latency"}
 FORMATS = (".png", ".svg", ".pdf")
 INK, FAINT, GRID = "#333333", "#777777", "#E4E4E4"
+DASHED = (0, (5, 3))
 PERCENTILE_TICKS = (0, 50, 75, 90, 95, 99, 99.9, 99.99, 99.999)
+SHOWN = (50, 90, 99)
+MONOSPACE = {"family": "monospace", "size": 9}
 MOST_BUCKETS = 120
 WIDTHS_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600)
 """Widths of the buckets in which tokens are counted."""
@@ -79,6 +82,15 @@ def plain_style(axes: Axes) -> None:
     axes.tick_params(which="both", colors=INK, labelsize=9)
 
 
+def level(axes: Axes, value: float, name: str, shown: str) -> None:
+    """A dashed line, named beside the axes so that nothing lies behind the words."""
+    axes.axhline(value, color=INK, linewidth=1, linestyle=DASHED)
+    axes.annotate(
+        f"{name}\n{shown}", (1, value), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
+        ha="left", va="center", fontsize=9, color=INK,
+    )  # fmt: skip
+
+
 def latency_curves(axes: Axes, latencies: Mapping[str, Distribution]) -> None:
     """Percentile curves of ``LATENCIES`` on a scale that gives each further nine of the tail the same room."""
     shown = [name for name in LATENCIES if latencies[name].ms.max() > 0]
@@ -99,8 +111,8 @@ def latency_curves(axes: Axes, latencies: Mapping[str, Distribution]) -> None:
     axes.set_xlabel("percentile", color=INK)
     axes.set_title("Latency, ms", loc="left", fontsize=11, color=INK)
     axes.legend(
-        loc="upper left", bbox_to_anchor=(-0.02, -0.1), frameon=False, labelcolor=INK,
-        prop={"family": "monospace", "size": 9},
+        title=f"{'':<17}" + "".join(f"{f'P{p}':>9}" for p in SHOWN), alignment="left", loc="upper left",
+        bbox_to_anchor=(-0.02, -0.1), frameon=False, labelcolor=INK, prop=MONOSPACE, title_fontproperties=MONOSPACE,
     )  # fmt: skip
 
 
@@ -110,8 +122,8 @@ def _least(found: Distribution) -> float:
 
 
 def _legend(name: str, found: Distribution) -> str:
-    parts = (f"P{p} {found.percentile(p):>8,.1f}" for p in (50, 90, 99))
-    return f"{NAMES[name]:<11} " + "  ".join(parts)
+    values = (found.percentile(p) for p in SHOWN)
+    return f"{NAMES[name]:<12}" + "".join(f"{value:>9,.{0 if value >= 1000 else 1}f}" for value in values)
 
 
 def _tokens(axes: Axes, records: Sequence[RequestRecord], metrics: Metrics) -> None:
@@ -120,12 +132,7 @@ def _tokens(axes: Axes, records: Sequence[RequestRecord], metrics: Metrics) -> N
     rates = np.array(tokens_by_second(records, width)) / width
     axes.stairs(rates, np.arange(len(rates) + 1) * width, fill=True, color=COLORS["ttft"], alpha=0.35)
     axes.stairs(rates, np.arange(len(rates) + 1) * width, color=COLORS["ttft"], linewidth=1.2)
-    mean = metrics.output_throughput
-    axes.axhline(mean, color=INK, linewidth=1, linestyle=(0, (5, 3)))
-    axes.annotate(
-        f"mean {mean:,.0f}", (1, mean), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-        ha="right", fontsize=9, color=INK, bbox={"color": "white", "alpha": 0.7, "pad": 1, "linewidth": 0},
-    )  # fmt: skip
+    level(axes, metrics.output_throughput, "mean", f"{metrics.output_throughput:,.0f}")
     axes.set_ylim(bottom=0)
     axes.set_title(f"Output tokens/s, in steps of {width:g} s", loc="left", fontsize=11, color=INK)
 

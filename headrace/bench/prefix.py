@@ -47,9 +47,11 @@ def _measure_any(settings: Settings, options: argparse.Namespace) -> Mapping[str
             raise offline.BenchError(
                 "--trace makes its own prompts: leave out --num-prompts, --input-length-range and --dataset-path"
             )
+        if options.write_trace and options.trace == "all":
+            raise offline.BenchError("--write-trace writes one trace: name it with --trace")
         return prefix_policies.measure(settings, options)
-    if options.blocks_only:
-        raise offline.BenchError("--blocks-only needs --trace")
+    if options.blocks_only or options.write_trace:
+        raise offline.BenchError(f"--{'blocks-only' if options.blocks_only else 'write-trace'} needs --trace")
     if not options.num_prompts or not options.input_length_range:
         raise offline.BenchError("give --num-prompts and --input-length-range, or --trace")
     return measure(settings, options)
@@ -184,6 +186,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep an engine for each policy and send a request to one after the other, so that they share the "
         "machine's moods; on a CPU",
+    )
+    traces.add_argument(
+        "--write-trace", metavar="FILE.jsonl", help="write the trace for headrace simulate --max-concurrency 1"
     )
     traces.add_argument(
         "--blocks-only", action="store_true", help="drive the block manager without a model: hit rates only"

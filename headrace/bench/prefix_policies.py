@@ -21,8 +21,9 @@ from core_engine.request import Request
 from core_engine.request import Sequence as EngineSequence
 from headrace.async_llm import AsyncLLM
 from headrace.bench import offline
-from headrace.bench.prefix_traces import TRACES, Sessions, Turn, blocks_wanted, longest
+from headrace.bench.prefix_traces import TRACES, Sessions, Turn, as_trace, blocks_wanted, longest
 from headrace.sampling_params import RequestOutputKind, SamplingParams
+from headrace.simulate.trace import write_trace
 from shared.config import Settings
 from shared.sampling import SamplingParams as EngineParams
 
@@ -44,6 +45,8 @@ def measure(settings: Settings, options: argparse.Namespace) -> Mapping[str, Any
         wanted = blocks_wanted(turns, settings.block_size)
         num_blocks = settings.num_gpu_blocks_override or round(wanted * options.pool_share) + NULL_BLOCK
         _check(shape, settings, turns, num_blocks)
+        if options.write_trace:
+            write_trace(options.write_trace, as_trace(turns))
         figures[name] = {"num_requests": len(turns), "blocks_wanted": wanted, "num_blocks": num_blocks, "policies": {}}
         print(f"{name}: {len(turns)} requests, a pool of {num_blocks} blocks, {wanted} wanted")
         rivals = [

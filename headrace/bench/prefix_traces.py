@@ -7,6 +7,8 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from headrace.simulate.trace import TraceRequest
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
@@ -15,6 +17,8 @@ class Turn:
     session: int
     ids: list[int]
     output_len: int
+    shared: tuple[str, int] | None = None
+    """What ``ids`` begin with is known to other sessions too: its name, and how many ids it has."""
 
 
 class Sessions:
@@ -51,8 +55,12 @@ def chat(draw: random.Random, num_requests: int, vocab_size: int, output_len: in
 def system(draw: random.Random, num_requests: int, vocab_size: int, output_len: int) -> list[Turn]:
     """System prompts of 128 to 768 ids, 64 of them by Zipf's law, each with a question of its own of 16 to 96."""
     prompts = [_ids(draw, vocab_size, 128, 768) for _ in range(64)]
-    asked = (prompt + _ids(draw, vocab_size, 16, 96) for prompt in _zipf(draw, prompts, num_requests))
-    return [Turn(session, ids, output_len) for session, ids in enumerate(asked)]
+    return [
+        Turn(
+            session, prompts[rank] + _ids(draw, vocab_size, 16, 96), output_len, (f"system-{rank}", len(prompts[rank]))
+        )
+        for session, rank in enumerate(_zipf(draw, len(prompts), num_requests))
+    ]
 
 
 def scan(draw: random.Random, num_requests: int, vocab_size: int, output_len: int) -> list[Turn]:
@@ -62,14 +70,29 @@ def scan(draw: random.Random, num_requests: int, vocab_size: int, output_len: in
     """
     prompts = [_ids(draw, vocab_size, 256, 256) for _ in range(48)]
     turns = []
-    for session, prompt in enumerate(_zipf(draw, prompts, num_requests)):
-        is_document = draw.random() < 0.3
-        ids = _ids(draw, vocab_size, 512, 1024) if is_document else prompt + _ids(draw, vocab_size, 16, 96)
-        turns.append(Turn(session, ids, output_len))
+    for session, rank in enumerate(_zipf(draw, len(prompts), num_requests)):
+        if draw.random() < 0.3:
+            turns.append(Turn(session, _ids(draw, vocab_size, 512, 1024), output_len))
+        else:
+            ids = prompts[rank] + _ids(draw, vocab_size, 16, 96)
+            turns.append(Turn(session, ids, output_len, (f"hot-{rank}", len(prompts[rank]))))
     return turns
 
 
 TRACES: dict[str, Callable[[random.Random, int, int, int], list[Turn]]] = {"chat": chat, "system": system, "scan": scan}
+
+
+def as_trace(turns: Sequence[Turn]) -> list[TraceRequest]:
+    """The same for ``headrace simulate``: all are there at once, for ``--max-concurrency 1``."""
+    totals: dict[int, int] = {}
+    requests = []
+    for turn in turns:
+        prompt = totals.get(turn.session, 0) + len(turn.ids)
+        totals[turn.session] = prompt + turn.output_len
+        shared = (turn.shared,) if turn.shared else ()
+        own = (f"session-{turn.session}", prompt - sum(count for _, count in shared))
+        requests.append(TraceRequest(arrival_s=0.0, prompt=prompt, output=turn.output_len, prefix=(*shared, own)))
+    return requests
 
 
 def longest(turns: Sequence[Turn]) -> int:
@@ -114,9 +137,9 @@ def _tables(turns: Sequence[Turn], block_size: int) -> Iterator[tuple[list[int],
         yield table, -(-len(tokens) // block_size)
 
 
-def _zipf(draw: random.Random, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """``count`` of the prompts; the one of rank *k* is drawn with a weight of 1/*k*."""
-    return draw.choices(prompts, [1 / rank for rank in range(1, len(prompts) + 1)], k=count)
+def _zipf(draw: random.Random, num_prompts: int, count: int) -> list[int]:
+    """``count`` numbers below ``num_prompts``; *k* is drawn with a weight of 1/(*k* + 1)."""
+    return draw.choices(range(num_prompts), [1 / rank for rank in range(1, num_prompts + 1)], k=count)
 
 
 def _ids(draw: random.Random, vocab_size: int, low: int, high: int) -> list[int]:

@@ -25,6 +25,8 @@ def limit_of(figures: Figures) -> Cause:
 
 def advice(figures: Figures, config: CoreConfig) -> list[str]:
     """One sentence or two on each limit that was met."""
+    if not figures.completed:
+        return ["No request could run.", *_refused(figures, config)]
     words = {
         Cause.NOBODY_WAITS: _nobody_waits,
         Cause.SEATS: _seats,

@@ -44,6 +44,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[Settings, argparse.Namespace]:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "%(prog)s (TRACE | --dataset-name NAME) [flags]"
     _add_load_flags(parser)
     _add_device_flags(parser)
     result = parser.add_argument_group("result")
@@ -53,7 +54,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "--sweep",
         type=_sweep,
         metavar="FLAG=V1,V2,…",
-        help="once for each value of any flag, a line each: max-num-seqs=32,64,128 or gpu-memory=80,141",
+        help="simulate once for each value of any one flag and print a line each, for example max-num-seqs=32,64,128",
     )
     result.add_argument("--write-trace", metavar="FILE.jsonl", help="write the requests that were drawn, as a trace")
     result.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
@@ -64,35 +65,71 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         "trace",
         nargs="?",
         metavar="TRACE",
-        help="JSON lines with arrival, prompt and output (docs/tuning.md), a Mooncake trace, or CSV as of Azure's "
-        "LLM inference traces; .gz too",
+        help="file with the requests: JSON lines with arrival, prompt and output (docs/tuning.md), a Mooncake trace, "
+        "or CSV as of Azure's LLM inference traces; .gz too",
     )
     load = parser.add_argument_group("load")
     load.add_argument("--dataset-name", choices=tuple(GENERATORS), help="draw the requests instead of a TRACE")
-    load.add_argument("--num-prompts", type=positive, metavar="N", help="requests; of a TRACE the first (1000; all)")
     load.add_argument(
-        "--request-rate", type=above_zero, default=math.inf, metavar="R", help="requests/s of a data set (all at once)"
+        "--num-prompts",
+        type=positive,
+        metavar="N",
+        help="requests to draw (default: 1000); of a TRACE, the first N (default: all)",
     )
     load.add_argument(
-        "--burstiness", type=above_zero, default=1.0, metavar="B", help="1: Poisson; below: bursts (default: 1)"
+        "--request-rate",
+        type=above_zero,
+        default=math.inf,
+        metavar="R",
+        help="requests/s of a data set (default: all at once)",
     )
     load.add_argument(
-        "--speedup", type=above_zero, default=1.0, metavar="X", help="requests come X times as fast (default: 1)"
+        "--burstiness",
+        type=above_zero,
+        default=1.0,
+        metavar="B",
+        help="of the gaps between them; 1: Poisson, below 1: bursts (default: 1)",
     )
-    load.add_argument("--max-concurrency", type=positive, metavar="N", help="requests at once (default: any)")
     load.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="what clients ask for at least (default: the output's length)"
+        "--speedup",
+        type=above_zero,
+        default=1.0,
+        metavar="X",
+        help="times as many requests a second: X 2 halves every gap (default: 1)",
     )
-    load.add_argument("--random-input-len", type=positive, default=1024, metavar="N", help="(default: 1024)")
-    load.add_argument("--random-output-len", type=positive, default=128, metavar="N", help="(default: 128)")
-    load.add_argument("--random-prefix-len", type=count, default=0, metavar="N", help="shared by all prompts (0)")
+    load.add_argument(
+        "--max-concurrency",
+        type=positive,
+        metavar="N",
+        help="requests that clients send at once; the others wait there (default: any number)",
+    )
+    load.add_argument(
+        "--max-tokens",
+        type=positive,
+        metavar="N",
+        help="max_tokens of requests that name none, which the scheduler plans by (default: what each really takes)",
+    )
+    load.add_argument(
+        "--random-input-len", type=positive, default=1024, metavar="N", help="own tokens of a prompt (default: 1024)"
+    )
+    load.add_argument(
+        "--random-output-len", type=positive, default=128, metavar="N", help="tokens of an output (default: 128)"
+    )
+    load.add_argument(
+        "--random-prefix-len", type=count, default=0, metavar="N", help="tokens that all prompts share (default: 0)"
+    )
     load.add_argument(
         "--random-range-ratio", type=float, default=0.0, metavar="R", help="lengths are L*(1-R) to L*(1+R) (default: 0)"
     )
     load.add_argument("--input-len", type=positive, metavar="N", help="mean prompt of sharegpt-like (default: 220)")
     load.add_argument("--output-len", type=positive, metavar="N", help="mean output of sharegpt-like (default: 190)")
-    for name, default in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10), ("output-len", 128)):
-        text = f"(default: {default})"
+    for name, default, what in (
+        ("prefix-len", 256, "tokens of a shared prefix"),
+        ("suffix-len", 256, "tokens of a prompt behind it"),
+        ("num-prefixes", 10, "prefixes, some of them more popular"),
+        ("output-len", 128, "tokens of an output"),
+    ):
+        text = f"{what} (default: {default})"
         load.add_argument(f"--prefix-repetition-{name}", type=positive, default=default, metavar="N", help=text)
 
 
@@ -105,12 +142,20 @@ def _add_device_flags(parser: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--gpu-memory", type=above_zero, metavar="GIB", help=f"memory of the device, {GIB:,} bytes each"
     )
-    device.add_argument("--num-gpu-blocks", type=positive, metavar="N", help="same as --num-gpu-blocks-override")
     device.add_argument(
-        "--weights-bytes", type=positive, metavar="N", help="of the model (default: of --model, or the device's)"
+        "--num-gpu-blocks", type=positive, metavar="N", help="KV blocks; same as --num-gpu-blocks-override"
     )
     device.add_argument(
-        "--kv-bytes-per-token", type=positive, metavar="N", help="of the model (default: of --model, or the device's)"
+        "--weights-bytes",
+        type=positive,
+        metavar="N",
+        help="weights of the model (default: those of --model, or of the device)",
+    )
+    device.add_argument(
+        "--kv-bytes-per-token",
+        type=positive,
+        metavar="N",
+        help="keys and values of a token (default: of --model, or of the device)",
     )
 
 

@@ -65,13 +65,14 @@ def prepare(argv: Sequence[str]) -> Plan:
     trace = _load(args)
     model = load_model_config(resolve_model(settings.model, settings.revision)) if settings.model else None
     device = _device(settings, args, model)
+    memory = find_memory(settings, device)
     if model is not None:
         max_model_len = resolve_max_model_len(model, settings.max_model_len)
     else:
         longest = max(request.prompt + max(request.max_tokens or 0, request.output) for request in trace)
-        max_model_len = settings.max_model_len or longest
+        max_model_len = settings.max_model_len or min(longest, (memory.num_blocks - 1) * settings.block_size)
     core = core_config_for(settings, scheduler_for(settings, max_model_len, device.kind), VOCAB_SIZE)
-    return Plan(settings, args, device, find_memory(settings, device), core, trace)
+    return Plan(settings, args, device, memory, core, trace)
 
 
 def simulate(plan: Plan) -> Figures:
@@ -97,7 +98,7 @@ def _once(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     figures = simulate(plan)
     took = time.perf_counter() - began
-    words = advice(figures, plan.core) if figures.completed else ["No request could run."]
+    words = advice(figures, plan.core)
     print(text_report(figures, words), flush=True)
     _note(f"{figures.duration_s:,.0f} s were simulated in {took:,.1f} s.")
     if plan.args.output:
@@ -193,7 +194,7 @@ def _title(plan: Plan) -> str:
     if args.trace is None:
         name += " all at once" if args.request_rate == float("inf") else f" at {args.request_rate * args.speedup:g}/s"
     elif args.speedup != 1.0:
-        name += f", {args.speedup:g} x as fast"
+        name += f" at {args.speedup:g} x the rate"
     replicas = plan.settings.data_parallel_size
     times = f"{replicas} x " if replicas > 1 else ""
     return f"Simulated: {len(plan.trace):,} requests of {name} on {times}{plan.device.name}"

@@ -8,7 +8,9 @@ import datetime
 import gzip
 import hashlib
 import io
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, TypeAlias
 
@@ -23,6 +25,9 @@ VOCAB_SIZE = 65_536
 """Ids are below it, whatever the model's vocabulary: they only have to differ."""
 STOP_ID = 0
 """What ends an output; in no prompt."""
+
+MOST_TOKENS = 10_000_000
+"""Of a prompt or an output; more is taken for a mistake in the trace."""
 
 Prefix: TypeAlias = tuple[tuple[str, int], ...]
 
@@ -49,8 +54,14 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if self.prompt < 1 or self.output < 1 or self.n < 1:
             raise ValueError("prompt, output and n must be at least 1")
+        if max(self.prompt, self.output) > MOST_TOKENS:
+            raise ValueError(f"prompt and output must be at most {MOST_TOKENS:,} tokens")
+        if not math.isfinite(self.arrival_s):
+            raise ValueError("the time of arrival must be a finite number")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+        if any(count < 1 for _, count in self.prefix):
+            raise ValueError("a prefix group must have at least 1 token")
         if sum(count for _, count in self.prefix) > self.prompt:
             raise ValueError(f"the prefix groups have more tokens than the prompt, {self.prompt}")
 
@@ -83,7 +94,8 @@ def read_trace(path: str, limit: int | None = None) -> list[TraceRequest]:
                 if len(requests) == limit:
                     break
     except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise StartupError(f"the trace {path} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise StartupError(f"the trace {path} cannot be read: {reason}") from error
     if not requests:
         raise StartupError(f"the trace {path} holds no request")
     requests.sort(key=lambda request: request.arrival_s)
@@ -118,53 +130,92 @@ def _open(path: str) -> TextIO:
 
 def _parsed(file: TextIO) -> Iterator[tuple[int, TraceRequest | Exception]]:
     """(line number, request or what is wrong with the line)."""
-    first = file.readline()
-    file.seek(0)
-    if first.lstrip().startswith("{"):
-        lines: Iterable[tuple[int, Any]] = ((n, line) for n, line in enumerate(file, 1) if line.strip())
-        parse: Callable[[Any], TraceRequest] = _from_json
-    else:
-        reader = csv.DictReader(file)
-        lines, parse = ((reader.line_num, row) for row in reader), _from_azure
-    for number, line in lines:
+    lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+    number, first = next(lines, (0, ""))
+    rows: Iterable[tuple[int, Any]] = itertools.chain([(number, first)], lines)
+    parse: Callable[[Any], TraceRequest] = _from_json
+    if not first:
+        return
+    if not first.lstrip().startswith(("{", "[")):
+        names = next(csv.reader([first]))
+        if "ContextTokens" not in names:
+            yield number, ValueError(f"this is no trace: {first.strip()[:40]!r} is neither a JSON object nor {_HEADER}")
+            return
+        rows, parse = (
+            ((number, dict(zip(names, next(csv.reader([line])), strict=False))) for number, line in lines),
+            _from_azure,
+        )
+    for number, row in rows:
         try:
-            yield number, parse(line)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            yield number, parse(row)
+        except (ValueError, LookupError) as error:
             yield number, error
 
 
+_HEADER = "the header TIMESTAMP,ContextTokens,GeneratedTokens"
+
+
 def _words(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON: {error.msg} at column {error.colno}"
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _from_json(line: str) -> TraceRequest:
-    fields = json.loads(line)
+    fields = json.loads(line.strip())
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
     if "input_length" in fields:
         return _from_mooncake(fields)
     unknown = set(fields) - {"arrival", "prompt", "output", "max_tokens", "prefix", "priority", "user", "n"}
     if unknown:
         raise ValueError(f"unknown field {min(unknown)!r}")
     return TraceRequest(
-        arrival_s=float(fields["arrival"]),
-        prompt=int(fields["prompt"]),
-        output=int(fields["output"]),
-        max_tokens=None if fields.get("max_tokens") is None else int(fields["max_tokens"]),
-        prefix=tuple((str(name), int(count)) for name, count in fields.get("prefix", ())),
-        priority=int(fields.get("priority", 0)),
-        user=str(fields.get("user", "")),
-        n=int(fields.get("n", 1)),
+        arrival_s=_number("arrival", fields["arrival"]),
+        prompt=_whole("prompt", fields["prompt"]),
+        output=_whole("output", fields["output"]),
+        max_tokens=None if fields.get("max_tokens") is None else _whole("max_tokens", fields["max_tokens"]),
+        prefix=_prefix(fields.get("prefix") or ()),
+        priority=_whole("priority", fields.get("priority") or 0),
+        user=str(fields.get("user") or ""),
+        n=_whole("n", 1 if fields.get("n") is None else fields["n"]),
     )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    """Also of text, as CSV has it, and of 12.0."""
+    try:
+        found = int(value)
+        if isinstance(value, bool) or (isinstance(value, float) and found != value):
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+    return found
+
+
+def _prefix(value: Any) -> Prefix:
+    if not isinstance(value, list | tuple) or not all(isinstance(each, list) and len(each) == 2 for each in value):
+        raise ValueError(f'prefix must be groups [["name", tokens], ...], got {value!r}')
+    return tuple((str(name), _whole("the tokens of a prefix group", count)) for name, count in value)
 
 
 def _from_mooncake(fields: dict[str, Any]) -> TraceRequest:
     """``hash_ids`` names a block by all that is before it too, so that equal blocks lie in equal prefixes."""
-    prompt = max(int(fields["input_length"]), 1)
-    hashes = fields.get("hash_ids", ())
+    prompt = max(_whole("input_length", fields["input_length"]), 1)
+    hashes = fields.get("hash_ids") or []
+    if not isinstance(hashes, list):
+        raise ValueError(f"hash_ids must be a list, got {hashes!r}")
     counts = [min(MOONCAKE_BLOCK, prompt - MOONCAKE_BLOCK * index) for index in range(len(hashes))]
     return TraceRequest(
-        arrival_s=float(fields["timestamp"]) / 1000,
+        arrival_s=_number("timestamp", fields["timestamp"]) / 1000,
         prompt=prompt,
-        output=max(int(fields["output_length"]), 1),
+        output=max(_whole("output_length", fields["output_length"]), 1),
         prefix=tuple((str(each), count) for each, count in zip(hashes, counts, strict=True) if count > 0),
     )
 
@@ -175,8 +226,8 @@ def _from_azure(row: dict[str, str]) -> TraceRequest:
         arrived = arrived.replace(tzinfo=datetime.UTC)
     return TraceRequest(
         arrival_s=arrived.timestamp(),
-        prompt=max(int(row["ContextTokens"]), 1),
-        output=max(int(row["GeneratedTokens"]), 1),
+        prompt=max(_whole("ContextTokens", row["ContextTokens"]), 1),
+        output=max(_whole("GeneratedTokens", row["GeneratedTokens"]), 1),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from headrace.bench.main import main as bench
 from headrace.bench.prefix_policies import FORMULAS, replay_blocks
 from headrace.bench.prefix_traces import TRACES, Sessions, Turn, blocks_wanted, longest
+from headrace.simulate.main import main as simulate
 from shared.config import Settings
 from shared.lifecycle import EXIT_OK, EXIT_USAGE
 
@@ -70,6 +71,19 @@ def test_a_pool_that_is_large_enough_finds_all_that_comes_again(policy: str) -> 
         for count in (everything, blocks_wanted(turns, 16) // 2)
     )
     assert 0.0 < half < enough < 1.0
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_the_simulator_finds_what_the_blocks_alone_say(name: str, shape_file: str, tmp_path: pathlib.Path) -> None:
+    trace, result, simulated = (str(tmp_path / each) for each in ("t.jsonl", "r.json", "s.json"))
+    flags = ["--model-config", shape_file, "--trace", name, "--num-requests", "150", "--policies", "lru"]
+    assert bench(["prefix", *flags, "--blocks-only", "--write-trace", trace, "--output-json", result]) == EXIT_OK
+    found = json.loads(pathlib.Path(result).read_text())[name]
+    blocks = ["--num-gpu-blocks", str(found["num_blocks"]), "--max-concurrency", "1"]
+    assert simulate([trace, *blocks, "--output", simulated, "--disable-tqdm"]) == EXIT_OK
+    outcome = json.loads(pathlib.Path(simulated).read_text())
+    rate = outcome["prefix_cache_hits"] / outcome["prefix_cache_queries"]
+    assert rate == pytest.approx(found["policies"]["lru"]["hit_rate"], abs=0.01)
 
 
 def test_policies_in_an_engine_find_what_the_blocks_alone_say(

@@ -122,9 +122,13 @@ def test_flags_that_contradict_each_other(flags: list[str], capsys: pytest.Captu
     assert "headrace simulate: error: " in capsys.readouterr().err
 
 
-def test_nothing_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--max-model-len", "3"]) == 1
     assert "No request could run." in capsys.readouterr().out
+    trace = tmp_path / "long.jsonl"
+    trace.write_text('{"arrival": 0, "prompt": 9000000, "output": 3}\n')
+    assert main([str(trace), "--num-gpu-blocks", "100", "--disable-tqdm"]) == 1
+    assert "longer than --max-model-len 1,584 or the whole KV cache" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_it_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,12 @@ def test_azure(tmp_path: Path) -> None:
     assert second.arrival_s == pytest.approx(0.052, abs=1e-5)
 
 
+def test_fields_that_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('\n\n{"arrival": -3, "prompt": 10.0, "output": 1, "prefix": null, "user": null, "n": null}\n')
+    assert read_trace(str(path)) == [entry(10, 1)]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -74,7 +80,18 @@ def test_azure(tmp_path: Path) -> None:
         ('{"arrival": 0, "prompt": 4, "output": 1, "max_tokens": 0}\n', "line 1: max_tokens must be at least 1"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "prefix": [["a", 5]]}\n', "more tokens than the prompt, 4"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "promt": 3}\n', "line 1: unknown field 'promt'"),
-        ('{"arrival": 0,\n', "line 1: "),
+        ('{"arrival": 0, "prompt": 4 "output": 1}\n', "line 1: no JSON: .* at column 28"),
+        ('{"arrival": 0, "prompt": "many", "output": 1}\n', "line 1: prompt must be a whole number, got 'many'"),
+        ('{"arrival": 0, "prompt": 4.5, "output": 1}\n', "line 1: prompt must be a whole number, got 4.5"),
+        ('{"arrival": 0, "prompt": 99999999999, "output": 1}\n', "line 1: prompt and output must be at most"),
+        ('{"arrival": NaN, "prompt": 4, "output": 1}\n', "line 1: the time of arrival must be a finite number"),
+        ('{"arrival": "now", "prompt": 4, "output": 1}\n', "line 1: arrival must be a number, got 'now'"),
+        ('{"arrival": 0, "prompt": 4, "output": 1, "prefix": "a"}\n', "line 1: prefix must be groups"),
+        ('{"arrival": 0, "prompt": 4, "output": 1, "prefix": [["a", 0]]}\n', "line 1: a prefix group must have"),
+        ('{"arrival": 0, "prompt": 4, "output": 1}\n[4]\n', "line 2: not a JSON object"),
+        ('{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": 5}\n', "line 1: hash_ids must be a list"),
+        ("Some text\nof a letter\n", "line 1: this is no trace: 'Some text' is neither"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,x\n", "line 2: GeneratedTokens must be"),
         ("TIMESTAMP,ContextTokens\n2023-11-16 18:17:03,5\n", "line 2: 'GeneratedTokens' is missing"),
         ("", "holds no request"),
     ],
