@@ -13,6 +13,7 @@ HELP = {
     "headrace:num_requests_waiting_by_reason": "Requests that wait to be scheduled, by what the first of them "
     "waits for.",
     "headrace:overrun_rows": "Sampled tokens that were dropped because their request had ended.",
+    "headrace:prefill_chunk_limit_tokens": "Prefill tokens that the latest step with decode rows could take.",
     "headrace:priority_preemptions": "Preemptions that made way for a request of a higher priority.",
     "headrace:replica_compute_seconds": "Time that a worker's steps took on its device.",
     "headrace:replica_kv_blocks_held": "KV blocks of a worker that running requests hold, each counted once.",
@@ -26,6 +27,9 @@ HELP = {
     "headrace:replica_steps": "Steps that were sent to a worker.",
     "headrace:requests_convicted": "Requests that were stopped because workers are lost when they compute them.",
     "headrace:stale_messages": "Messages of an old epoch that the engine dropped.",
+    "headrace:step_compute_seconds": "Time that devices have computed.",
+    "headrace:step_idle_seconds": "Time without work between two steps although requests were decoding.",
+    "headrace:step_time_measured_to_predicted_ratio": "Time of steps that were cut to a target, by what was planned.",
     "headrace:suspects": "Requests that may be what workers are lost by, and that run alone until they get on.",
     "headrace:tokenizer_malformed_messages": "Messages that a tokenizer could not read and dropped.",
     "headrace:tokenizer_output_tokens": "Tokens that a tokenizer turned into text.",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+import numpy as np
+
 from headrace.bench.report import banner, closing, row, section
 from headrace.simulate.advice import limit_of
 from headrace.simulate.figures import PERCENTILES, SHOWN, Figures
+from headrace.simulate.run import NOT_YET
 
 NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E latency", "queue": "in the queue"}
 WIDTH = 100
@@ -35,6 +38,13 @@ def text_report(figures: Figures, words: Sequence[str]) -> str:
         lines.append(
             f"{NAMES[key]:<13}{_ms(each.mean):>10}" + "".join(f"{_ms(each.percentile(p)):>9}" for p in PERCENTILES)
         )
+    lines.append(section("Tokens of a request"))
+    done = found.ended > NOT_YET
+    if done.any():
+        lengths = {"prompt": found.prompt, "output": found.output, "both": found.prompt + found.output}
+        for name, tokens in lengths.items():
+            shares = "".join(f"{np.percentile(tokens[done], p):>9,.0f}" for p in PERCENTILES)
+            lines.append(f"{name:<13}{tokens[done].mean():>10,.0f}{shares}")
     lines += [
         section("Engine"),
         row("Running requests, mean:", timeline.mean("running")),

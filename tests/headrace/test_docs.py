@@ -9,9 +9,11 @@ import sys
 
 import pytest
 
+from api_gateway.metrics_help import HELP
 from headrace.cli import COMMANDS
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
+SERVICES = ("api_gateway", "tokenizer_service", "core_engine", "shared")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -38,3 +40,25 @@ def test_commands_and_targets_exist(page: pathlib.Path) -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:^|`)make (\w+)", text, re.MULTILINE)) <= targets
     assert set(re.findall(r"(?:^|`)headrace (\w[\w-]*)", text, re.MULTILINE)) <= set(COMMANDS)
+
+
+def families(names: set[str]) -> set[str]:
+    """As they are in the help: without the ``_total`` of a counter."""
+    return {name if name in HELP else name.removesuffix("_total") for name in names}
+
+
+def test_every_metric_of_a_service_has_a_help_text() -> None:
+    files = [file for service in SERVICES for file in (ROOT / service).glob("*.py") if file.name != "metrics_help.py"]
+    names = {
+        name
+        for file in files
+        for name in re.findall(r'"((?:vllm:|headrace:|http_request)\w+)"', file.read_text())
+    }  # fmt: skip
+    assert families(names) == set(HELP)
+
+
+def test_the_tables_of_metrics_are_whole() -> None:
+    page = (ROOT / "docs/tuning.md").read_text()
+    rows = re.findall(r"^\| `((?:vllm:|headrace:|http_request)\w+)` \|", page, re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    assert families(set(rows)) == set(HELP)
