@@ -109,6 +109,11 @@ def _add_load_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="max_tokens of requests that name none, which the scheduler plans by (default: what each really takes)",
     )
+    _add_shape_flags(load)
+
+
+def _add_shape_flags(load: argparse._ArgumentGroup) -> None:
+    """Lengths of the requests of ``--dataset-name``."""
     load.add_argument(
         "--random-input-len", type=positive, default=1024, metavar="N", help="own tokens of a prompt (default: 1024)"
     )
