@@ -38,10 +38,11 @@ class BlockList:
     def __init__(self) -> None:
         self._ends = Block(-1)
         self._ends.previous = self._ends.following = self._ends
-        self._length = 0
+        self.length = 0
+        """The same as ``len``, which costs a call: the pool asks for each block."""
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[Block]:
         block = self._ends.following
@@ -50,11 +51,22 @@ class BlockList:
             block = block.following
 
     def prepend(self, block: Block) -> None:
-        self._insert_after(self._ends, block)
+        ends = self._ends
+        first = ends.following
+        if block.previous is not None or first is None:
+            raise ValueError(f"{block} is already linked")
+        block.previous, block.following = ends, first
+        ends.following = first.previous = block
+        self.length += 1
 
     def append(self, block: Block) -> None:
-        assert self._ends.previous is not None
-        self._insert_after(self._ends.previous, block)
+        ends = self._ends
+        last = ends.previous
+        if block.previous is not None or last is None:
+            raise ValueError(f"{block} is already linked")
+        block.previous, block.following = last, ends
+        last.following = ends.previous = block
+        self.length += 1
 
     def remove(self, block: Block) -> None:
         before, after = block.previous, block.following
@@ -62,7 +74,7 @@ class BlockList:
             raise ValueError(f"{block} is not linked")
         before.following, after.previous = after, before
         block.previous = block.following = None
-        self._length -= 1
+        self.length -= 1
 
     def pop_first(self) -> Block:
         """Unlink and return the first block.
@@ -70,16 +82,9 @@ class BlockList:
         Raises:
             IndexError: the list is empty.
         """
-        block = self._ends.following
-        if block is None or block is self._ends:
+        if not self.length:
             raise IndexError("no block is linked")
+        block = self._ends.following
+        assert block is not None
         self.remove(block)
         return block
-
-    def _insert_after(self, before: Block, block: Block) -> None:
-        after = before.following
-        if block.previous is not None or after is None:
-            raise ValueError(f"{block} is already linked")
-        block.previous, block.following = before, after
-        before.following = after.previous = block
-        self._length += 1

@@ -3,9 +3,13 @@
     block 0      the null block: padding points at it; never handed out
     ref == 0     linked: unhashed blocks are reused first, then hashed ones as the eviction policy says
     ref >= 1     held by that many sequences, not linked
+    no object    never used: a ``Block`` is made when it is first taken, after the unhashed ones are used up
 
 Sequences that compute the same prefix side by side make copies of it. Each copy has the digest while it is held, the
 oldest is the one to be found, and what is released while there is another copy is not worth keeping.
+
+No call pauses for the size of the pool: nothing is made in advance, and the map of prefixes is many small dicts, of
+which one at a time is rebuilt as it grows or churns (one dict of a million entries stops the engine for 40 to 70 ms).
 
 Invariants (``check``): free + referenced + 1 == total; ref == 0 ⇔ linked; a digest names full settled blocks of one
 content, all of them held or a single free one. So whoever holds a cached block holds a copy of each block before it,
@@ -20,6 +24,9 @@ from typing import NamedTuple
 
 from core_engine.block import Block, BlockList
 from core_engine.eviction import POLICIES
+
+NUM_SHARDS = 256
+"""As many as a byte has values."""
 
 
 class Forgotten(NamedTuple):
@@ -38,22 +45,22 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a KV pool needs the null block and one more, got {num_blocks}")
         self.num_blocks = num_blocks
-        self._blocks = [Block(i) for i in range(num_blocks)]
+        self._blocks = [Block(0)]
+        """Those that were ever taken, by id."""
         self._blocks[0].ref = 1
         self._unhashed = BlockList()
         self._policy = POLICIES[eviction]
         self._hashed = self._policy()
-        self._by_digest: dict[bytes, Block] = {}
+        self._shards: list[dict[bytes, Block]] = [{} for _ in range(NUM_SHARDS)]
+        """The block to be found of each digest, by the digest's first byte."""
         self._copies: dict[bytes, dict[Block, None]] = {}
         """The other blocks of a digest, all held, where there are any."""
         self._generation = 0
-        for block in self._blocks[1:]:
-            self._unhashed.append(block)
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody holds; those with a cached prefix count as free."""
-        return len(self._unhashed) + len(self._hashed)
+        return self.num_blocks - len(self._blocks) + len(self._unhashed) + len(self._hashed)
 
     @property
     def num_held(self) -> int:
@@ -73,7 +80,7 @@ class BlockPool:
     @property
     def fill(self) -> float:
         """Share of the usable blocks that are held or cache a prefix, 0 to 1."""
-        return 1.0 - len(self._unhashed) / (self.num_blocks - 1)
+        return (len(self._blocks) - 1 - len(self._unhashed)) / (self.num_blocks - 1)
 
     def take(self) -> Block:
         """A block for new content, held once. What it cached is forgotten.
@@ -81,8 +88,11 @@ class BlockPool:
         Raises:
             IndexError: no block is free.
         """
-        if self._unhashed:
+        if self._unhashed.length:
             block = self._unhashed.pop_first()
+        elif len(self._blocks) < self.num_blocks:
+            block = Block(len(self._blocks))
+            self._blocks.append(block)
         else:
             block = self._hashed.evict()
             self._forget(block)
@@ -92,12 +102,12 @@ class BlockPool:
 
     def find(self, digest: bytes, parent: bytes, ids: bytes) -> Block | None:
         """The block that caches this prefix; ``parent`` and ``ids`` are compared, so a collision is no hit."""
-        block = self._by_digest.get(digest)
+        block = self._shards[digest[0]].get(digest)
         return block if block is not None and block.ids == ids and block.parent == parent else None
 
     def has(self, digest: bytes) -> bool:
         """Whether a block caches a prefix of this digest."""
-        return digest in self._by_digest
+        return digest in self._shards[digest[0]]
 
     def hold(self, block: Block, *, is_hit: bool = True) -> None:
         """One more holder of a cached block, free or not, that holds all blocks before it, too.
@@ -135,9 +145,10 @@ class BlockPool:
             return
         if before is not None and before.digest != parent:
             return
-        named = self._by_digest.get(digest)
+        shard = self._shards[digest[0]]
+        named = shard.get(digest)
         if named is None:
-            self._by_digest[digest] = block
+            shard[digest] = block
             self._hashed.cached(block, before)
         elif named.ids != ids or named.parent != parent:
             return
@@ -157,12 +168,13 @@ class BlockPool:
         from forgotten KV is as old.
         """
         num_free = len(self._hashed)
-        named = list(chain(self._by_digest.values(), *self._copies.values()))
+        named = list(chain(*(shard.values() for shard in self._shards), *self._copies.values()))
         for _ in range(num_free):
             self._unhashed.append(self._hashed.evict())
         for block in named:
             _unname(block)
-        self._by_digest.clear()
+        for shard in self._shards:
+            shard.clear()
         self._copies.clear()
         self._hashed = self._policy()
         self._generation += 1
@@ -171,18 +183,20 @@ class BlockPool:
     def check(self) -> None:
         """Assert every invariant of the pool; for tests and idle moments."""
         free = [*self._unhashed, *self._hashed]
-        assert len(free) == self.num_free == len({block.id for block in free})
+        num_unused = self.num_blocks - len(self._blocks)
+        assert len(free) == self.num_free - num_unused == len({block.id for block in free})
         assert all(block.ref == 0 for block in free), "a held block is linked"
         referenced = sum(block.ref > 0 for block in self._blocks[1:])
-        assert len(free) + referenced + 1 == self.num_blocks, "a free block is not linked"
+        assert len(free) + referenced + 1 == len(self._blocks), "a free block is not linked"
         assert all(block.digest is None for block in self._unhashed)
         assert all(block.digest is not None for block in self._hashed)
         named = {block for block in self._blocks if block.digest is not None}
         copies = [copy for each in self._copies.values() for copy in each]
-        assert len(named) == len(self._by_digest) + len(copies)
-        assert named == {*self._by_digest.values(), *copies}, "a digest names another block than one that carries it"
+        found = [block for shard in self._shards for block in shard.values()]
+        assert len(named) == len(found) + len(copies)
+        assert named == {*found, *copies}, "a digest names another block than one that carries it"
         for digest, others in self._copies.items():
-            first = self._by_digest[digest]
+            first = self._shards[digest[0]][digest]
             assert others, "an empty set of copies is kept"
             assert all(block.ref > 0 for block in (first, *others)), "a copy is free"
             assert {(block.digest, block.parent, block.ids) for block in others} == {(digest, first.parent, first.ids)}
@@ -191,13 +205,13 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         if block.digest is not None:
-            del self._by_digest[block.digest]
+            del self._shards[block.digest[0]][block.digest]
             _unname(block)
 
     def _drop_copy(self, block: Block, digest: bytes) -> None:
         """One of several blocks of a digest was released."""
         others = self._copies[digest]
-        if self._by_digest[digest] is block:
+        if self._shards[digest[0]][digest] is block:
             heir, _ = others.popitem()
             self._inherit(heir, block, digest)
         else:
@@ -208,7 +222,7 @@ class BlockPool:
 
     def _inherit(self, heir: Block, block: Block, digest: bytes) -> None:
         """A held copy of an unlinked ``block`` is the one to be found from now on, with the same rank."""
-        self._by_digest[digest] = heir
+        self._shards[digest[0]][digest] = heir
         heir.hits, heir.key = block.hits, block.key
         _unname(block)
 

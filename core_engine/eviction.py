@@ -47,29 +47,14 @@ class EvictionPolicy(Protocol):
         """
 
 
-class LeastRecentlyUsed:
+class LeastRecentlyUsed(BlockList):
     """The block that was released longest ago goes first. Every operation is O(1)."""
 
-    def __init__(self) -> None:
-        self._blocks = BlockList()
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks)
+    add = BlockList.append
+    evict = BlockList.pop_first
 
     def cached(self, block: Block, before: Block | None) -> None:
         """Its time counts from the release."""
-
-    def add(self, block: Block) -> None:
-        self._blocks.append(block)
-
-    def remove(self, block: Block) -> None:
-        self._blocks.remove(block)
-
-    def evict(self) -> Block:
-        return self._blocks.pop_first()
 
 
 class _Ranked:
@@ -95,7 +80,7 @@ class _Ranked:
         self._length -= 1
 
     def evict(self) -> Block:
-        while self._keys and not self._lists[self._keys[0]]:
+        while self._keys and not self._lists[self._keys[0]].length:
             del self._lists[heapq.heappop(self._keys)]
         if not self._keys:
             raise IndexError("no block is linked")

@@ -67,7 +67,7 @@ class PlainPolicy:
         """Digests of the chain in front of a block."""
         while block.parent != ROOT:
             yield block.parent
-            block = self.pool._by_digest[block.parent]
+            block = self.pool._shards[block.parent[0]][block.parent]
 
 
 class CheckedPolicy:
