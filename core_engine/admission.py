@@ -12,7 +12,7 @@ from core_engine.replica import Replica
 from core_engine.request import Sequence
 
 INITIAL_RATIO = 0.25
-LEAST_RATIO = 0.1
+LEAST_RATIO = 0.05
 RAISE = 0.1
 DECAY = 0.995
 LOOKAHEAD_TOKENS = 1024
