@@ -36,9 +36,9 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger()
 TICKS_PER_BEAT = 10
 LAST_WORDS_S = 0.2
 """Sockets drop on close what they have not sent: time for the last Hello to leave."""
-GC_THRESHOLDS = (20_000, 5, 200)
-"""A pass over what is young meets 100,000 objects at most, some 10 ms. A pool's blocks are such for a while: they are
-made as they are first used."""
+GC_THRESHOLDS = (5_000, 5, 800)
+"""A pass over what is young meets 25,000 objects at most, a few milliseconds, and one over all is as rare as can be. A
+pool's blocks are young for a while: they are made as they are first used, many at once where a long prompt comes in."""
 
 
 class Engine:
