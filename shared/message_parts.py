@@ -172,6 +172,8 @@ class WorkerConfig:
     """Ids from here on have no token in the tokenizer and are never sampled; None: all ids of the logits have one."""
     kv_cache_dtype: str = "auto"
     """One of ``shared.setting_checks.KV_CACHE_DTYPES``; auto: the model's."""
+    host_bytes: int = 0
+    """Size of the KV pool in host memory."""
 
 
 class Epoch(NamedTuple):

@@ -83,8 +83,8 @@ __all__ = [
     "WorkerFailed",
 ]
 
-PROTOCOL_VERSION = 2  # 1: without a checksum
-OLDEST_PROTOCOL = 2
+PROTOCOL_VERSION = 3  # 1: without a checksum; 2: without transfers
+OLDEST_PROTOCOL = 3
 FINISHED = 2**31 - 1
 """``have`` of an acknowledgement: nobody needs more of this choice."""
 
@@ -345,6 +345,10 @@ class Ready:
     dtype: str
     error: str | None = None
     """Why it can never be ready (a missing tensor, an unknown architecture); the engine reports it and gives up."""
+    num_host_blocks: int = 0
+    """Blocks of the pool in host memory."""
+    transfer_rates: tuple[float, float] = (0.0, 0.0)
+    """Bytes per second from the device to that pool and back, as measured at the start; 0: there is none."""
 
 
 @message(35)
@@ -369,6 +373,10 @@ class Step:
     """[r] slots that are free after all earlier steps."""
     copies: Int32
     """[c, 2] source block, destination block: before the forward."""
+    transfers: Int32
+    """[t, 3] direction (0: to the host, 1: to the device), block of the device, block of the host. They wait for no step
+    and no step waits for them: what they read is written by settled steps, what they write is in no step until they are
+    reported complete, and what one writes no other one touches. A step of transfers alone has no rows."""
 
     ARRAYS: ClassVar[dict[str, int]] = {
         "new_tokens": 0,
@@ -378,6 +386,7 @@ class Step:
         "blocks": 2,
         "released": 0,
         "copies": 2,
+        "transfers": 3,
     }
 
 
@@ -400,6 +409,8 @@ class StepResult:
     start + count, as far as the prompt goes."""
     idle_s: float = 0.0
     """Time for which the device had nothing to compute between the step before and this one, as far as it is known."""
+    transferred: int = 0
+    """The transfers of all steps up to this one are complete. The result of a step without rows waits for its own."""
 
     ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0, "counts": 0}
 
