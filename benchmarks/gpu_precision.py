@@ -156,6 +156,7 @@ def make_steps(prompts: list[list[int]]) -> list[Step]:
                 blocks=np.array(blocks, np.int32).reshape(-1, 2),
                 released=nothing,
                 copies=pairs,
+                transfers=np.empty((0, 3), np.int32),
             )
         )
     return steps

@@ -33,8 +33,6 @@ CASES = {
     "qwen3-0.6b": ("1x256", "8x256", "32x256", "256x600", "256x600+512"),
     "llama-3.1-8b": ("1x256", "8x256", "32x256", "256x600", "256x600+512", "1000x350"),
 }
-PAIRS = np.empty((0, 2), np.int32)
-NONE = np.empty(0, np.int32)
 
 
 class Bench:
@@ -64,10 +62,10 @@ class Bench:
 
     def step(self, **parts: Any) -> Step:
         self.number += 1
-        arrays = {"new_tokens": NONE, "prefill": np.empty((0, 3), np.int32), "decode": NONE, "released": NONE}
-        pairs = {"sample": PAIRS, "blocks": PAIRS, "copies": PAIRS}
+        shapes = {name: (0, columns) if columns else 0 for name, columns in Step.ARRAYS.items()}
+        arrays = {name: np.empty(shape, np.int32) for name, shape in shapes.items()}
         given = {name: np.asarray(value, np.int32) for name, value in parts.items() if name != "new"}
-        return Step(epoch=Epoch(0, 0), number=self.number, new=parts.get("new", []), **{**arrays, **pairs, **given})
+        return Step(epoch=Epoch(0, 0), number=self.number, new=parts.get("new", []), **{**arrays, **given})
 
     def fill(self, rows: int, context: int, room: int) -> None:
         """The first slots get a request each, of which all but the last token counts as computed."""

@@ -167,10 +167,9 @@ class Bench:
 
 def make_step(**parts: object) -> Step:
     """A step from lists; parts that are left out are empty."""
-    shapes = {"new_tokens": 0, "prefill": 3, "decode": 0, "sample": 2, "blocks": 2, "released": 0, "copies": 2}
     arrays = {
         name: np.array(parts.get(name, []), np.int32).reshape((-1, columns) if columns else -1)
-        for name, columns in shapes.items()
+        for name, columns in Step.ARRAYS.items()
     }
     return Step(EPOCH, 1, parts.get("new", []), **arrays)  # type: ignore[arg-type]
 

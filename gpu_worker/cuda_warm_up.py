@@ -119,5 +119,6 @@ def _steps(runner: CudaRunner, kinds: Iterable[Rows]) -> Iterator[Step]:
             blocks=np.stack([np.repeat(slots[prompts:], blocks), np.ones(rows.decode * blocks, np.int32)], 1),
             released=taken,
             copies=np.empty((0, 2), np.int32),
+            transfers=np.empty((0, 3), np.int32),
         )
         taken = slots

@@ -143,6 +143,8 @@ class _MessageCodec:
         self._encode_plain = _fields_encoder(plain, hints)
         self._decode_plain = _FieldsDecoder(cls.__name__, plain, hints)
         self._arrays = [(name, columns[name], operator.attrgetter(name)) for name in columns]
+        # Trailing ones that older peers do not send: they are empty.
+        self._num_optional = sum(f.name in columns and f.default_factory is not dataclasses.MISSING for f in fields)
         # Where each field of the constructor comes from: the plain fields, then the arrays.
         order = [field.name for field in plain] + list(columns)
         self._positions = [order.index(field.name) for field in fields]
@@ -161,8 +163,11 @@ class _MessageCodec:
 
     def decode(self, header: list[Any], frames: Sequence[Frame]) -> Any:
         values = self._decode_plain(header, _NUM_HEADER)
-        if len(frames) <= len(self._arrays):
+        missing = len(self._arrays) + 1 - len(frames)
+        if missing > self._num_optional:
             raise ProtocolError(f"{self._cls.__name__} has {len(self._arrays)} arrays, got {len(frames) - 1}")
+        if missing > 0:
+            frames = [*frames, *[b""] * missing]
         for (name, columns, _), frame in zip(self._arrays, frames[1:], strict=False):
             values.append(_decode_array(f"{self._cls.__name__}.{name}", columns, frame))
         if not self._in_order:

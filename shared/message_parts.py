@@ -7,11 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple, TypeVar, dataclass_transform
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from shared.sampling import SamplingParams
 
 T = TypeVar("T")
+
+MESSAGES: dict[int, type[Any]] = {}
+"""By tag."""
+
+
+@dataclass_transform(frozen_default=True)
+def message(tag: int) -> Callable[[type[T]], type[T]]:
+    """Make a class a frozen dataclass and register it under its tag on the wire."""
+
+    def register(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
+        if tag in MESSAGES:
+            raise ValueError(f"tag {tag} is taken by {MESSAGES[tag].__name__}")
+        MESSAGES[tag] = made
+        return made
+
+    return register
 
 
 @dataclass_transform(frozen_default=True)

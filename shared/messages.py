@@ -15,13 +15,13 @@ attempt) on that link, so a delta that names a live handle matches the live atte
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeAlias, TypeVar, dataclass_transform
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shared.message_parts import (
+    MESSAGES,
     AckEntry,
     Attempt,
     End,
@@ -35,6 +35,7 @@ from shared.message_parts import (
     TextSpec,
     TokenSpec,
     WorkerConfig,
+    message,
 )
 
 __all__ = [
@@ -84,28 +85,11 @@ __all__ = [
 ]
 
 PROTOCOL_VERSION = 3  # 1: without a checksum; 2: without transfers
-OLDEST_PROTOCOL = 3
+OLDEST_PROTOCOL = 2
 FINISHED = 2**31 - 1
 """``have`` of an acknowledgement: nobody needs more of this choice."""
 
 Int32: TypeAlias = npt.NDArray[np.int32]
-T = TypeVar("T")
-
-MESSAGES: dict[int, type[Any]] = {}
-
-
-@dataclass_transform(frozen_default=True)
-def message(tag: int) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen dataclass and register it under its tag on the wire."""
-
-    def register(cls: type[T]) -> type[T]:
-        made = dataclasses.dataclass(frozen=True, slots=True, eq=False)(cls)
-        if tag in MESSAGES:
-            raise ValueError(f"tag {tag} is taken by {MESSAGES[tag].__name__}")
-        MESSAGES[tag] = made
-        return made
-
-    return register
 
 
 # -- hop: down (parent to child) -------------------------------------------------------------------------------------
@@ -373,10 +357,10 @@ class Step:
     """[r] slots that are free after all earlier steps."""
     copies: Int32
     """[c, 2] source block, destination block: before the forward."""
-    transfers: Int32
-    """[t, 3] direction (0: to the host, 1: to the device), block of the device, block of the host. They wait for no step
-    and no step waits for them: what they read is written by settled steps, what they write is in no step until they are
-    reported complete, and what one writes no other one touches. A step of transfers alone has no rows."""
+    transfers: Int32 = dataclasses.field(default_factory=lambda: np.empty((0, 3), np.int32))
+    """[t, 3] direction (0: to the host, 1: to the device), block of the device, block of the host. They wait for no
+    step and no step waits for them: what they read was written by settled steps, what they write is in no step until
+    they are reported complete, and what one writes no other one touches."""
 
     ARRAYS: ClassVar[dict[str, int]] = {
         "new_tokens": 0,
@@ -410,7 +394,8 @@ class StepResult:
     idle_s: float = 0.0
     """Time for which the device had nothing to compute between the step before and this one, as far as it is known."""
     transferred: int = 0
-    """The transfers of all steps up to this one are complete. The result of a step without rows waits for its own."""
+    """The transfers of all steps up to this one are complete. Only the result of a step without rows waits for them,
+    but no longer than until a step with rows comes after it."""
 
     ARRAYS: ClassVar[dict[str, int]] = {"tokens": 0, "counts": 0}
 

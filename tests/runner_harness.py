@@ -69,6 +69,7 @@ def make_step(number: int, epoch: Epoch = EPOCH, **parts: Any) -> Step:
         blocks=array(parts.get("blocks", []), 2),
         released=array(parts.get("released", [])),
         copies=array(parts.get("copies", []), 2),
+        transfers=array(parts.get("transfers", []), 3),
     )
 
 

@@ -22,12 +22,14 @@ from shared.messages import (
     PROTOCOL_VERSION,
     Attempt,
     End,
+    Epoch,
     ErrorInfo,
     FinishReason,
     Go,
     Hello,
     Known,
     Load,
+    Step,
     Submit,
     TextDelta,
     TextSpec,
@@ -377,6 +379,18 @@ def test_older_and_newer_peers():
     assert decode(sealed([PROTOCOL_VERSION + 1, *header[1:]]))[0] == 9
 
 
+def test_arrays_that_an_older_peer_does_not_send_are_empty():
+    nothing, pairs = np.zeros(0, np.int32), np.zeros((0, 2), np.int32)
+    prefill, transfers = np.zeros((0, 3), np.int32), np.array([[1, 5, 0]], np.int32)
+    step = Step(Epoch(1, 2), 3, [], nothing, prefill, nothing, pairs, pairs, nothing, pairs, transfers)
+    head, *arrays = encode(step, 9)
+    assert same(decode([head, *arrays])[1], step)
+    older = sealed(head[:-4], *arrays[:-1])
+    assert same(decode(older)[1], dataclasses.replace(step, transfers=transfers[:0]))
+    with pytest.raises(ProtocolError, match="Step has 8 arrays, got 6"):
+        decode(sealed(head[:-4], *arrays[:-2]))
+
+
 def test_peers_from_before_the_checksum_are_understood_well_enough_to_be_refused():
     old = Hello("gateway", "g", 1, 1, True, None)
     header = [1, *msgpack.unpackb(encode(old, 9)[0])[1:-1]]
@@ -397,7 +411,7 @@ def test_peers_from_before_the_checksum_are_understood_well_enough_to_be_refused
 def test_peers_from_before_the_checksum_understand_a_hello():
     """They take frame 0 for one msgpack array, and what is behind the fields that they know for later additions."""
     header = msgpack.unpackb(encode(Hello("engine", "e", 2, 2, True, None, "words"), 9)[0])
-    assert header[:10] == [2, 32, 9, "engine", "e", 2, 2, True, None, "words"]
+    assert header[:10] == [PROTOCOL_VERSION, 32, 9, "engine", "e", 2, 2, True, None, "words"]
     assert len(header) == 13
 
 
