@@ -62,6 +62,7 @@ def load_engine_config(settings: Settings) -> EngineConfig:
         load_format=settings.load_format,
         num_token_ids=_num_token_ids(source, model.vocab_size),
         kv_cache_dtype=settings.kv_cache_dtype,
+        host_bytes=int((settings.swap_space + settings.kv_offloading_size) * 2**30),
     )
     card = ModelCard(source.name, model_digest(model, source), model.vocab_size, max_model_len)
     return EngineConfig(card, model.eos_token_ids, core, worker)

@@ -39,6 +39,7 @@ class LLM:
         skip_tokenizer_init: start no tokenizer; prompts are token ids then, and texts are empty.
         dtype: ``auto``, ``bfloat16``, ``float32``; or a torch dtype.
         max_model_len: longest prompt + output in tokens; None: the model's own.
+        swap_space: GiB of host memory for the KV blocks of preempted requests; None: 0.
         target_itl_ms: as the flag; off unless given, since a batch has no reader. None: the server's default.
         keywords: every other field of ``shared.config.Settings`` that is about the model, the scheduler, the worker
             or the log (``log_level`` is ``warning`` here unless given), and vLLM's keywords that have no such field,

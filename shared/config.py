@@ -15,9 +15,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from shared.setting_checks import check_settings
+from shared.setting_values import CONVERTERS, file_value, kind_of
 
 ENV_PREFIX = "HEADRACE_"
 GATEWAY, TOKENIZER, ENGINE, WORKER = "api_gateway", "tokenizer_service", "core_engine", "gpu_worker"
@@ -102,6 +103,19 @@ class Settings:
         choices=("lru", "lfu", "fifo"),
     )
     block_size: int = setting(16, "tokens in one KV block", ENGINE)
+    swap_space: float = setting(
+        0.0, "GiB of host memory of each worker for the KV blocks of preempted requests", ENGINE
+    )
+    kv_offloading_size: float = setting(
+        0.0, "GiB of host memory of each worker for cached KV blocks that the device gives up", ENGINE
+    )
+    preemption_mode: str = setting(
+        "auto",
+        "what becomes of a preempted request's KV blocks: kept in the --swap-space (swap), computed again (recompute), "
+        "or whichever is predicted to be faster (auto)",
+        ENGINE,
+        choices=("auto", "swap", "recompute"),
+    )
     watermark: float = setting(0.01, "share of KV blocks kept free when a request is admitted", ENGINE)
     scheduling_policy: str = setting(
         "fcfs",
@@ -295,14 +309,14 @@ def _flag_of(name: str, value: Any) -> list[str]:
 def _add_flag(
     parser: argparse._ActionsContainer, field: dataclasses.Field[Any], hint: Any, defaults: Mapping[str, Any]
 ) -> None:
-    kind, is_list = _kind(hint)
+    kind, is_list = kind_of(hint)
     default, text = defaults.get(field.name, _default(field)), field.metadata["help"]
     shown = "" if default in (None, "") or is_list or kind is bool else f" (default: {default})"
     options: dict[str, Any] = {"dest": field.name, "help": text.replace("%", "%%") + shown, "default": None}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options |= {"type": _CONVERTERS[kind], "choices": field.metadata["choices"]}
+        options |= {"type": CONVERTERS[kind], "choices": field.metadata["choices"]}
     if is_list:
         options |= {"nargs": "+", "action": "extend"}
     parser.add_argument("--" + field.name.replace("_", "-"), **options)
@@ -316,11 +330,11 @@ def _from_environment(
     given = environ.get(variable)
     if given is None:
         return None
-    kind, is_list = _kind(hint)
+    kind, is_list = kind_of(hint)
     if is_list:
         return [item.strip() for item in given.split(",") if item.strip()]
     try:
-        value = _CONVERTERS[kind](given)
+        value = CONVERTERS[kind](given)
     except (ValueError, argparse.ArgumentTypeError):
         parser.error(f"{variable}: {given!r} is not a valid value")
     choices = field.metadata["choices"]
@@ -352,57 +366,10 @@ def _from_file(path: str, fields: Sequence[dataclasses.Field[Any]], hints: Mappi
             raise ValueError(f"{path}: {flag} is given twice")
         if given is not None:
             try:
-                found[name] = _file_value(given, hints[name], known[flag].metadata["choices"])
+                found[name] = file_value(given, hints[name], known[flag].metadata["choices"])
             except (ValueError, argparse.ArgumentTypeError) as error:
                 raise ValueError(f"{path}: {key}: {error}") from error
     return found
-
-
-def _file_value(given: Any, hint: Any, choices: Sequence[str] | None) -> Any:
-    """A YAML value as a setting's type; numbers take the forms that flags take. Raises ``ValueError`` in words."""
-    kind, is_list = _kind(hint)
-    if is_list:
-        items = given if isinstance(given, list) else [given]
-        return [_file_value(item, kind, None) for item in items]
-    if kind is bool:
-        if not isinstance(given, bool):
-            raise ValueError(f"{given!r} is not true or false")
-        return given
-    if kind is str:
-        if not isinstance(given, str):
-            raise ValueError(f"{given!r} is not text; put it in quotes")
-        if choices and given not in choices:
-            raise ValueError(f"{given!r} is not one of {', '.join(choices)}")
-        return given
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
-        raise ValueError(f"{given!r} is not a number")
-    return _CONVERTERS[kind](str(given))
-
-
-def _kind(hint: Any) -> tuple[type, bool]:
-    """The type of one value, and whether there may be several."""
-    kinds = [a for a in get_args(hint) if a is not type(None)]
-    return (kinds[0] if kinds else hint), get_origin(hint) is list
-
-
-def _whole(text: str) -> int:
-    """An integer; as in vLLM ``16k`` is 16,000 and ``16K`` 16,384, and likewise m/M and g/G."""
-    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    number, unit = match.groups()
-    base = 1024 if unit.isupper() else 1000
-    value = float(number) * base ** " kmg".index(unit.lower() or " ")
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
-
-
-def _boolean(text: str) -> bool:
-    return text.strip().lower() not in ("", "0", "false", "no", "off")
-
-
-_CONVERTERS: dict[type, Callable[[str], Any]] = {int: _whole, float: float, str: str, bool: _boolean}
 
 
 class FlagParser(argparse.ArgumentParser):

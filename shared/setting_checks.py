@@ -42,7 +42,7 @@ def check_settings(settings: Settings) -> None:
         raise ValueError(
             f"--kv-cache-dtype {settings.kv_cache_dtype} is not supported; there are {', '.join(KV_CACHE_DTYPES)}"
         )
-    for name in ("max_restarts", "restart_window", "resume_window"):
+    for name in ("max_restarts", "restart_window", "resume_window", "swap_space", "kv_offloading_size"):
         if not 0 <= getattr(settings, name) < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(settings, name)}")
     if settings.stuck_timeout and not 5.0 <= settings.stuck_timeout < math.inf:
@@ -53,6 +53,8 @@ def check_settings(settings: Settings) -> None:
         raise ValueError(f"--target-itl-ms must be 0 or more, got {settings.target_itl_ms}")
     if not 0.0 < settings.priority_ageing_s < math.inf:
         raise ValueError(f"--priority-ageing-s must be above 0, got {settings.priority_ageing_s}")
+    if settings.preemption_mode == "swap" and not settings.swap_space:
+        raise ValueError("--preemption-mode swap needs host memory to swap to: give --swap-space as well")
     if not 0.0 <= settings.watermark < 1.0:
         raise ValueError(f"--watermark must be in [0, 1), got {settings.watermark}")
     if not 0 <= settings.port < 65536:

@@ -51,6 +51,11 @@ def test_the_worker_is_told_the_dtype_of_the_kv_cache(tmp_path: Path) -> None:
     assert load(tmp_path, kv_cache_dtype="fp8").worker.kv_cache_dtype == "fp8"
 
 
+def test_the_worker_is_told_the_size_of_the_host_pool(tmp_path: Path) -> None:
+    assert load(tmp_path).worker.host_bytes == 0
+    assert load(tmp_path, swap_space=0.5, kv_offloading_size=1).worker.host_bytes == 3 * 2**29
+
+
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 def test_the_eviction_policy_reaches_the_block_pool(tmp_path: Path, policy: str) -> None:
     core = EngineCore(load(tmp_path, prefix_cache_policy=policy).core)

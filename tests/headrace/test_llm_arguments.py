@@ -306,7 +306,9 @@ def test_keywords_become_settings() -> None:
             "tensor_parallel_size": 1,
             "data_parallel_size": 2,
             "trust_remote_code": False,
-            "swap_space": 0,
+            "swap_space": 4,
+            "kv_offloading_size": 0.5,
+            "preemption_mode": "swap",
             "disable_log_stats": True,
             "served_model_name": "y",
             "override_generation_config": {"top_p": 0.5},
@@ -317,6 +319,7 @@ def test_keywords_become_settings() -> None:
     assert (settings.model, settings.dtype, settings.max_model_len) == ("x", "bfloat16", 128)
     assert (settings.enable_prefix_caching, settings.kv_cache_bytes, settings.served_model_name) == (False, 4096, ["y"])
     assert settings.data_parallel_size == 2
+    assert (settings.swap_space, settings.kv_offloading_size, settings.preemption_mode) == (4.0, 0.5, "swap")
     assert (settings.log_level, settings.override_generation_config) == ("warning", '{"top_p": 0.5}')
 
 
@@ -336,7 +339,7 @@ def test_unknown_keyword_is_a_type_error_with_the_nearest(keywords: dict[str, An
 @pytest.mark.parametrize(
     ("keyword", "value"),
     [
-        *[("tensor_parallel_size", 2), ("trust_remote_code", True), ("swap_space", 4), ("quantization", "awq")],
+        *[("tensor_parallel_size", 2), ("trust_remote_code", True), ("swap_space", -1.0), ("quantization", "awq")],
         *[("dtype", "int3"), ("max_model_len", 0), ("max_num_seqs", "8"), ("gpu_memory_utilization", 1.5)],
         *[
             ("enforce_eager", 1),

@@ -130,6 +130,22 @@ def test_another_dtype_of_the_kv_cache_is_refused(
     assert re.search(f"--kv-cache-dtype {name} is not supported.*{words}", capsys.readouterr().err, re.DOTALL)
 
 
+@pytest.mark.parametrize("flag", ["--swap-space", "--kv-offloading-size"])
+def test_sizes_in_host_memory(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert getattr(parse(flag, "0.5"), flag[2:].replace("-", "_")) == 0.5
+    for value in ("-1", "inf", "nan"):
+        with pytest.raises(SystemExit):
+            parse(flag, value)
+        assert f"{flag} must be 0 or more, got {float(value)}" in capsys.readouterr().err
+
+
+def test_swapping_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--preemption-mode", "swap", "--swap-space", "1").preemption_mode == "swap"
+    with pytest.raises(SystemExit):
+        parse("--preemption-mode", "swap", "--kv-offloading-size", "1")
+    assert "give --swap-space" in capsys.readouterr().err
+
+
 _TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1)
 
 
