@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from gpu_worker.attention.base import AttentionBackend, AttentionShape
 from gpu_worker.attention.registry import make_backend
 from gpu_worker.device import keep_freed_memory, select_cache_dtype, select_device, select_dtype
+from gpu_worker.host_pool import HostPool, measure_rates
 from gpu_worker.kv_cache import DEFAULT_CPU_BYTES, KVCache
 from gpu_worker.loading.load_model import load_model
 from gpu_worker.loading.weights import Weights
@@ -56,6 +58,9 @@ def with_other_cache(runner: Runner, config: WorkerConfig) -> Runner:
         StartupError: the KV cache is too small.
     """
     cache_dtype, device = runner.cache.tensor.dtype, runner.device
+    runner.reset()
+    if runner.host_pool is not None:
+        runner.host_pool.close()
     runner.cache.tensor = runner.cache.tensor[:, :0].clone()
     if isinstance(runner, ModelRunner):
         return _assemble(config, runner.config, runner.model, runner.backend, cache_dtype, device)
@@ -95,6 +100,10 @@ def _assemble(
 ) -> ModelRunner:
     size = config.kv_cache_bytes or DEFAULT_CPU_BYTES
     cache = KVCache(model_config.num_layers, backend, cache_dtype, device, size, config.num_blocks_override)
+    pool = None
+    if config.host_bytes:
+        pool = HostPool(model_config.num_layers, backend, cache_dtype, device, config.host_bytes)
+        pool.rates = measure_rates(functools.partial(pool.seconds_of_copy, cache), cache, pool)
     return ModelRunner(
         model_config,
         model,
@@ -104,4 +113,5 @@ def _assemble(
         num_slots=config.num_slots,
         max_model_len=config.max_model_len,
         num_tokens=config.num_token_ids,
+        host_pool=pool,
     )

@@ -11,9 +11,10 @@ from gpu_worker.attention.base import AttentionShape
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.cuda_runner import CudaRunner
 from gpu_worker.cuda_warm_up import capture_graphs, compile_kernels, peak_of_a_step
+from gpu_worker.host_pool import HostPool, measure_rates
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.models.base import CausalLM
-from gpu_worker.start_parts import part_of_start
+from gpu_worker.start_parts import in_background, part_of_start
 from shared.logging import get_logger
 from shared.messages import WorkerConfig
 from shared.model_config import ModelConfig
@@ -57,6 +58,7 @@ def assemble(
     Raises:
         StartupError: the KV cache is too small, or of ``finish_weights``.
     """
+    host_pool = in_background(lambda: _host_pool(config, model_config, backend, cache_dtype, device))
     cache = KVCache(model_config.num_layers, backend, cache_dtype, device, 0, 2)
     runner = CudaRunner(
         model_config,
@@ -70,18 +72,37 @@ def assemble(
         graphs=not config.enforce_eager,
     )
     with part_of_start("kernels"):
-        compile_kernels(runner, config.max_num_batched_tokens)
+        compile_kernels(runner, config.max_num_batched_tokens, config.host_bytes > 0)
     with part_of_start("weights"):
         finish_weights()
     with part_of_start("memory"):
         peak = peak_of_a_step(runner, config.max_num_batched_tokens)
     size = config.kv_cache_bytes or _free_bytes(config.gpu_memory_utilization, device) - peak - MARGIN_BYTES
     log.info("memory of the GPU", step_peak_mib=peak >> 20, kv_cache_mib=size >> 20)
-    runner.use_cache(KVCache(model_config.num_layers, backend, cache_dtype, device, size, config.num_blocks_override))
+    cache = KVCache(model_config.num_layers, backend, cache_dtype, device, size, config.num_blocks_override)
+    pool = host_pool.result()
+    runner.use_cache(cache, pool)
+    if pool is not None:
+        pool.rates = measure_rates(runner.transfers.seconds_of, cache, pool)
+        to_host, to_device = (round(rate / 1e9, 1) for rate in pool.rates)
+        log.info("pool in host memory", blocks=pool.num_blocks, gb_per_s_to_it=to_host, gb_per_s_from_it=to_device)
     if not config.enforce_eager:
         with part_of_start("graphs"):
             capture_graphs(runner)
     return runner
+
+
+def _host_pool(
+    config: WorkerConfig,
+    model_config: ModelConfig,
+    backend: TritonPagedAttention,
+    cache_dtype: torch.dtype,
+    device: torch.device,
+) -> HostPool | None:
+    """Locking gigabytes takes seconds, in which kernels are compiled and weights are read."""
+    if not config.host_bytes:
+        return None
+    return HostPool(model_config.num_layers, backend, cache_dtype, device, config.host_bytes)
 
 
 def _free_bytes(utilization: float, device: torch.device) -> int:

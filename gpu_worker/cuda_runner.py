@@ -22,9 +22,11 @@ from gpu_worker.attention.triton_paged import Metadata, PrefillTiles, TritonPage
 from gpu_worker.cuda_graphs import GraphCache, padded_size, padded_sizes
 from gpu_worker.cuda_mixed import MixedShape
 from gpu_worker.cuda_state import CudaState, Int32, forward_rows
+from gpu_worker.cuda_transfers import CudaTransfers
 from gpu_worker.device_clock import DeviceClock, HostTimes, StepTimes
 from gpu_worker.forward_context import ForwardContext
 from gpu_worker.host_copies import Returned
+from gpu_worker.host_pool import HostPool
 from gpu_worker.kernels.block_copy import block_copy
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
 from gpu_worker.kernels.prefix_pass import PrefixTables, unpack
@@ -59,6 +61,8 @@ class CudaLaunched:
     """[samples] as of ``CudaSampler.wanted_logprobs``."""
     prompt_logprobs: ScoredPrompts | None
     times: StepTimes | HostTimes
+    transferred: Callable[[], int]
+    """As of ``CudaTransfers.start``."""
     note: Callable[[float], None] | None = None
     """Wants to know the seconds that the device took."""
 
@@ -70,7 +74,8 @@ class CudaLaunched:
         compute_s = self.times.compute_s
         if self.note is not None:
             self.note(compute_s)
-        return StepOutput(tokens[: self.num_samples], records, prompts, compute_s, self.times.idle_s)
+        transferred = self.transferred()
+        return StepOutput(tokens[: self.num_samples], records, prompts, compute_s, self.times.idle_s, transferred)
 
 
 class CudaRunner:
@@ -117,6 +122,7 @@ class CudaRunner:
         """Slots of the decode rows: the input of graphs."""
         self._samples: dict[Shape, Samples] = {}
         """The outputs of graphs."""
+        self.transfers = CudaTransfers(cache, None)
         self._graphs = GraphCache(self.device, graphs)
         self._clock = DeviceClock(self.device)
         self._note: Callable[[float], None] | None = None
@@ -129,9 +135,14 @@ class CudaRunner:
         self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
         """``cuda_mixed.pack`` of the step: the input of graphs."""
 
+    @property
+    def host_pool(self) -> HostPool | None:
+        return self.transfers.pool
+
     def reset(self) -> None:
         """Forget all requests. Blocks keep their content, which nobody refers to any more."""
         self.state.reset()
+        self.transfers.reset()
 
     def rehearse(self, steps: Iterable[Step]) -> None:
         """Launch steps without capturing graphs, and forget them: for their kernels to be compiled and loaded."""
@@ -163,9 +174,10 @@ class CudaRunner:
                 break
         return bool(self._ahead)
 
-    def use_cache(self, cache: KVCache) -> None:
-        """Go on with another KV cache, and no requests; graphs know the address of the old one."""
-        self.cache = cache
+    def use_cache(self, cache: KVCache, host_pool: HostPool | None = None) -> None:
+        """Go on with another KV cache and another pool in host memory, and no requests; graphs know the address of the
+        old cache."""
+        self.cache, self.transfers = cache, CudaTransfers(cache, host_pool)
         self._graphs.clear()
         self._samples.clear()
         self._ahead = self._graphs_ahead()
@@ -178,8 +190,9 @@ class CudaRunner:
         Raises:
             StepError: an index in the step is out of range; nothing was changed.
         """
-        state = self.state
-        check_step(step, state, state.block_counts, state.max_blocks, self.cache.num_blocks, self.config.vocab_size)
+        state, pool = self.state, self.host_pool
+        limits = state.max_blocks, self.cache.num_blocks, self.config.vocab_size, pool.num_blocks if pool else 0
+        check_step(step, state, state.block_counts, *limits)
         self.sampler.add(step.new)
         for request in step.new:
             self.prompt_logprobs.add(request)
@@ -198,7 +211,8 @@ class CudaRunner:
         wanted = [samples.tokens]
         if samples.logprobs is not None and (counts >= 0).any():
             wanted.append(samples.logprobs)
-        return CudaLaunched(step.number, Returned(wanted), len(slots), counts, prompts, times, self._note)
+        returned, transferred = Returned(wanted), self.transfers.start(step)
+        return CudaLaunched(step.number, returned, len(slots), counts, prompts, times, transferred, self._note)
 
     # -- decode rows alone -------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gpu_worker.cuda_runner import CudaRunner
+from gpu_worker.cuda_transfers import rehearse_transfers
 from gpu_worker.kernels.compile_ahead import compiled_ahead
 from gpu_worker.layers.gemm_choice import BUCKETS
 from gpu_worker.threads import usable_cores
@@ -48,8 +49,12 @@ CAPTURE_S = 1.5
 """No further graph is begun after so long."""
 
 
-def compile_kernels(runner: CudaRunner, max_num_batched_tokens: int) -> None:
-    """Compile and load what steps of all kinds launch; the model's weights may still be on their way."""
+def compile_kernels(runner: CudaRunner, max_num_batched_tokens: int, with_transfers: bool = False) -> None:
+    """Compile and load what steps of all kinds launch; the model's weights may still be on their way.
+
+    Args:
+        with_transfers: there will be a pool in host memory.
+    """
     slots = runner.num_slots
     kinds = [
         Rows(prefill=max_num_batched_tokens),
@@ -65,6 +70,8 @@ def compile_kernels(runner: CudaRunner, max_num_batched_tokens: int) -> None:
     try:
         with compiled_ahead(usable_cores()):
             runner.rehearse(_steps(runner, kinds))
+            if with_transfers:
+                rehearse_transfers(runner.cache)
     except Exception:
         # The steps that are run next say what is wrong, if anything is.
         log.warning("compiling kernels ahead failed; each is compiled when it is first needed", exc_info=True)

@@ -101,6 +101,7 @@ class ResultSender:
             compute_s=output.compute_s,
             prompt_logprobs=output.prompt_logprobs,
             idle_s=output.idle_s,
+            transferred=output.transferred,
         )
 
     def _flush(self, link: Connector) -> None:

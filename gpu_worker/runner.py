@@ -12,6 +12,7 @@ import torch
 from gpu_worker.attention.base import AttentionBackend, Spans
 from gpu_worker.block_tables import BlockTables
 from gpu_worker.forward_context import ForwardContext
+from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.layers.rotary import make_rotary
 from gpu_worker.models.base import CausalLM
@@ -44,7 +45,8 @@ class Launched:
         tokens = self.tokens.to("cpu", torch.int32).numpy()
         logprobs = self.logprobs.pack() if self.logprobs else []
         prompt_logprobs = self.prompt_logprobs.pack() if self.prompt_logprobs else []
-        return StepOutput(tokens, logprobs, prompt_logprobs, time.perf_counter() - self.started)
+        compute_s = time.perf_counter() - self.started
+        return StepOutput(tokens, logprobs, prompt_logprobs, compute_s, transferred=self.number)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,15 +79,17 @@ class ModelRunner:
         num_slots: int,
         max_model_len: int,
         num_tokens: int | None = None,
+        host_pool: HostPool | None = None,
     ) -> None:
         """
         Args:
             num_tokens: ids from here on have no token and are never sampled; None: all ids have one.
+            host_pool: where blocks are transferred to; None: nowhere.
         """
         self.device = cache.tensor.device
         self.config, self.model, self.backend, self.cache = config, model, backend, cache
         self.block_size, self.num_slots, self.max_model_len = block_size, num_slots, max_model_len
-        self.num_tokens = num_tokens
+        self.num_tokens, self.host_pool = num_tokens, host_pool
         self.rotary = make_rotary(config, max_model_len, self.device)
         self.reset()
 
@@ -108,10 +112,14 @@ class ModelRunner:
         Raises:
             StepError: an index in the step is out of range; nothing was changed.
         """
-        started = time.perf_counter()
-        tables = self.tables
+        tables, pool = self.tables, self.host_pool
         max_blocks, num_blocks = tables.tensor.shape[1], self.cache.num_blocks
-        check_step(step, self.state, tables.counts, max_blocks, num_blocks, self.config.vocab_size)
+        num_host_blocks = pool.num_blocks if pool else 0
+        check_step(step, self.state, tables.counts, max_blocks, num_blocks, self.config.vocab_size, num_host_blocks)
+        if pool is not None:
+            # Nothing is left to wait for afterwards, and it does not count as time of the step.
+            pool.copy(self.cache, step.transfers)
+        started = time.perf_counter()
         self._update(step)
         inputs = self._gather(step)
         tokens, logprobs, prompts = torch.empty(0, dtype=torch.int64, device=self.device), None, None

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
+from gpu_worker.host_pool import TO_DEVICE, TO_HOST
 from gpu_worker.host_slots import HostSlots, Int64
 from shared.messages import Int32, Step
 from shared.sampling import SamplingParams
@@ -17,7 +18,13 @@ class StepError(Exception):
 
 
 def check_step(
-    step: Step, state: HostSlots, block_counts: Int64, max_blocks: int, num_blocks: int, vocab_size: int
+    step: Step,
+    state: HostSlots,
+    block_counts: Int64,
+    max_blocks: int,
+    num_blocks: int,
+    vocab_size: int,
+    num_host_blocks: int,
 ) -> None:
     """Check the slots, blocks, ids and rows of ``step`` against the state before it.
 
@@ -25,6 +32,7 @@ def check_step(
         block_counts: [slots] blocks in each table.
         max_blocks: of a table.
         num_blocks: of the KV cache.
+        num_host_blocks: of the pool in host memory.
 
     Raises:
         StepError: names the first bad index.
@@ -38,6 +46,8 @@ def check_step(
     _check_range("block", step.blocks[:, 1], 0, num_blocks)
     _check_room(step, block_counts, max_blocks)
     _check_copies(step.copies, num_blocks)
+    if len(step.transfers):
+        _check_transfers(step, num_blocks, num_host_blocks)
     for name, slots in (("prefill", step.prefill[:, 0]), ("decode", step.decode), ("sample", step.sample[:, 1])):
         _check_range(f"slot of a {name} row", slots, 0, state.num_slots)
         _require(active[slots], slots, f"the slot of a {name} row holds no request")
@@ -102,6 +112,26 @@ def _check_copies(copies: Int32, num_blocks: int) -> None:
     if len(np.unique(destinations)) != len(destinations):
         raise StepError("two blocks are copied into one")
     _require(~np.isin(sources, destinations), sources, "a block is both copied and copied into", "block")
+
+
+def _check_transfers(step: Step, num_blocks: int, num_host_blocks: int) -> None:
+    """What a transfer writes nobody else reads or writes."""
+    if not num_host_blocks:
+        raise StepError("a step has transfers, but there is no pool in host memory")
+    directions, blocks, host_blocks = step.transfers.T
+    _check_range("direction of a transfer", directions, TO_HOST, TO_DEVICE + 1)
+    _check_range("transferred block", blocks, 1, num_blocks)
+    _check_range("transferred block of the host", host_blocks, 0, num_host_blocks)
+    outwards = directions == TO_HOST
+    for what, written, read in (
+        ("block of the host", host_blocks[outwards], host_blocks[~outwards]),
+        ("block", blocks[~outwards], blocks[outwards]),
+    ):
+        if len(np.unique(written)) != len(written):
+            raise StepError(f"two transfers write one {what}")
+        _require(~np.isin(written, read), written, "a transfer writes what another one reads", what)
+    used = np.concatenate([step.blocks[:, 1], step.copies.reshape(-1)])
+    _require(~np.isin(used, blocks[~outwards]), used, "a step uses what a transfer of its own writes", "block")
 
 
 def _check_room(step: Step, block_counts: Int64, max_blocks: int) -> None:

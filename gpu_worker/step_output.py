@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.attention.base import PagedAttention
+from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.models.base import CausalLM
 from shared.messages import Step
@@ -27,6 +28,8 @@ class StepOutput:
     """Time that the step took on the device."""
     idle_s: float = 0.0
     """Time between the step before and this one in which the device computed nothing; as far as it is known."""
+    transferred: int = 0
+    """All transfers of steps up to this number are complete."""
 
 
 class Launched(Protocol):
@@ -53,6 +56,9 @@ class Runner(Protocol):
 
     @property
     def cache(self) -> KVCache: ...
+
+    @property
+    def host_pool(self) -> HostPool | None: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -262,9 +262,10 @@ class Worker:
         if self._fatal is not None:
             self._link.send(Ready(self._epoch, 0, 0, "", "", self._fatal))
         elif self._runner is not None:
-            cache = self._runner.cache
+            cache, pool, device = self._runner.cache, self._runner.host_pool, str(self._runner.device)
             dtype = str(cache.tensor.dtype).removeprefix("torch.")
-            self._link.send(Ready(self._epoch, cache.num_blocks, cache.block_bytes, str(self._runner.device), dtype))
+            host = (pool.num_blocks, pool.rates) if pool is not None else (0, (0.0, 0.0))
+            self._link.send(Ready(self._epoch, cache.num_blocks, cache.block_bytes, device, dtype, None, *host))
 
     def _say_last_words(self, reason: str) -> None:
         end = time.monotonic() + LAST_WORDS_S

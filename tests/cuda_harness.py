@@ -24,6 +24,7 @@ from core_engine.request import Sequence as Choice
 from core_engine.scheduler import SchedulerConfig
 from gpu_worker import kernels
 from gpu_worker.attention.base import AttentionShape
+from gpu_worker.host_pool import HostPool
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.loading.load_model import load_model
 from gpu_worker.loading.open_weights import open_weights
@@ -57,6 +58,7 @@ def make_cuda_runner(
     batch_invariant: bool = False,
     max_rows: int | None = None,
     sharing: SharingLimits | None = None,
+    num_host_blocks: int = 0,
 ) -> Any:
     """A ``CudaRunner`` on the GPU, or with interpreted kernels on the CPU.
 
@@ -64,6 +66,7 @@ def make_cuda_runner(
         cache_dtype: of the KV cache; None: ``dtype``.
         max_rows: decode rows of the largest graph; None: ``num_slots``.
         sharing: as of ``CudaRunner``.
+        num_host_blocks: of a pool in host memory; 0: there is none.
     """
     from gpu_worker.attention.triton_paged import TritonPagedAttention
     from gpu_worker.cuda_runner import CudaRunner
@@ -82,11 +85,12 @@ def make_cuda_runner(
         patch.setattr(kernels, "uses_kernels", lambda device: True)
         weights = open_weights(source, shape, config.load_format, config.seed)
         model = load_model(shape, weights, attention, dtype, DEVICE, batch_invariant, cache_dtype)
-    return CudaRunner(
+    cache = KVCache(shape.num_layers, attention, cache_dtype or dtype, DEVICE, 0, num_blocks)
+    runner = CudaRunner(
         shape,
         model,
         attention,
-        KVCache(shape.num_layers, attention, cache_dtype or dtype, DEVICE, 0, num_blocks),
+        cache,
         block_size=BLOCK_SIZE,
         num_slots=num_slots,
         max_model_len=max_model_len,
@@ -94,6 +98,10 @@ def make_cuda_runner(
         graphs=graphs,
         sharing=sharing,
     )
+    if num_host_blocks:
+        total = num_host_blocks * cache.block_bytes
+        runner.use_cache(cache, HostPool(shape.num_layers, attention, cache_dtype or dtype, DEVICE, total))
+    return runner
 
 
 class WrittenPlaces:

@@ -141,6 +141,48 @@ class Harness:
         blocks = [pair for slot in slots for pair in self.blocks_for(slot, length)]
         return self.step(decode=slots, sample=list(enumerate(slots)), blocks=blocks)
 
+    def continued(self, prompt: Sequence[int], count: int, *, moved: bool) -> tuple[list[int], list[torch.Tensor]]:
+        """``count`` greedy ids in slot 1 and their logits, after a prompt whose full blocks slot 0 has computed.
+
+        Args:
+            moved: by way of the host's pool to other blocks; the old ones are filled with NaNs.
+        """
+        pool, size = self.runner.host_pool, self.runner.block_size
+        self.start({0: prompt}, room=1)
+        full = (len(prompt) - 1) // size
+        table, released = self.tables.pop(0)[:full], [0]
+        if moved:
+            assert pool is not None
+            hosts = range(pool.num_blocks)[: -full - 1 : -1]
+            self.step(decode=[0], sample=[(0, 0)], transfers=[(0, *pair) for pair in zip(table, hosts, strict=True)])
+            # Without rows, it waits for those before.
+            self.step(released=[0])
+            assert self.output is not None
+            assert self.output.transferred == self.number
+            for block in table:
+                self.runner.cache.tensor[:, block].view(torch.uint8).fill_(0xFF)
+            table = [self.next_block + index for index in range(full)][::-1]
+            self.next_block, released = self.next_block + full, []
+            self.step(transfers=[(1, *pair) for pair in zip(table, hosts, strict=True)])
+            assert self.output.transferred == self.number
+        self.tables[1] = table
+        blocks = [(1, block) for block in table] + self.blocks_for(1, len(prompt) + count)
+        start = full * size
+        ids = self.step(
+            new=[slot_init(1, prompt, start=start)],
+            new_tokens=prompt,
+            prefill=[(1, start, len(prompt) - start)],
+            sample=[(0, 1)],
+            blocks=blocks,
+            released=released,
+        )
+        assert self.logits is not None
+        logits = [self.logits]
+        while len(ids) < count:
+            ids += self.decode([1], 0)
+            logits.append(self.logits)
+        return ids, logits
+
     def generate(self, prompt: Sequence[int], count: int, slot: int = 0, params: SamplingParams = GREEDY) -> list[int]:
         """``count`` tokens after a prompt, alone."""
         output = self.start({slot: prompt}, params)

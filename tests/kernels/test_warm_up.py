@@ -38,7 +38,7 @@ def test_a_warm_runner_gives_the_ids_of_the_cpu(
     monkeypatch.setattr(CudaSampler, "sample", watched)
     runner = cuda_runner(folder, device)
     with capture_logs() as lines:
-        compile_kernels(runner, 4)
+        compile_kernels(runner, 4, with_transfers=True)
         compiled = list(sampled)
         assert runner._samples == {}
         capture_graphs(runner)
