@@ -73,6 +73,9 @@ def assemble(
     )
     with part_of_start("kernels"):
         compile_kernels(runner, config.max_num_batched_tokens, config.host_bytes > 0)
+    if host_pool.done():
+        # What is wrong with it is told before the weights are there.
+        host_pool.result()
     with part_of_start("weights"):
         finish_weights()
     with part_of_start("memory"):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpu_worker.host_pool import TO_DEVICE, TO_HOST, HostPool
-from gpu_worker.kernels.block_transfer import transfer_blocks
+from gpu_worker.kernels.block_transfer import PROGRAMS, transfer_blocks
 from gpu_worker.kv_cache import KVCache
 from shared.messages import Int32, Step
 
@@ -25,12 +25,13 @@ class CudaTransfers:
     Off a GPU, where kernels are interpreted, they are complete when they have been started.
     """
 
-    def __init__(self, cache: KVCache, pool: HostPool | None) -> None:
+    def __init__(self, cache: KVCache, pool: HostPool | None, programs: int = PROGRAMS) -> None:
         """
         Args:
             pool: None: no step has transfers.
+            programs: as of ``transfer_blocks``.
         """
-        self.pool = pool
+        self.pool, self.programs = pool, programs
         self._cache, self._device = cache, cache.tensor.device
         self._streams: list[torch.cuda.Stream] = []
         """By direction; none off a GPU."""
@@ -77,15 +78,20 @@ class CudaTransfers:
         milliseconds: float = begin.elapsed_time(end)
         return milliseconds / 1000
 
+    def copy(self, pairs: torch.Tensor, direction: int) -> None:
+        """Launch the transfers of one direction on the current stream; ``pairs`` as of ``transfer_blocks``."""
+        assert self.pool is not None
+        to_host = direction == TO_HOST
+        transfer_blocks(self._cache.tensor, self.pool.tensor, pairs, to_host=to_host, programs=self.programs)
+
     def _launch(self, direction: int, pairs: Int32) -> torch.cuda.Event | None:
         """Returns an event after it, on a GPU."""
-        assert self.pool is not None
         stream = self._streams[direction] if self._streams else None
         numbers = torch.from_numpy(np.ascontiguousarray(pairs))
         with torch.cuda.stream(stream):
             # Both allocators know this stream, so that neither copy is used again too early.
             there = numbers.pin_memory().to(self._device, non_blocking=True) if stream is not None else numbers
-            transfer_blocks(self._cache.tensor, self.pool.tensor, there, to_host=direction == TO_HOST)
+            self.copy(there, direction)
             return stream.record_event() if stream is not None else None
 
 
