@@ -8,7 +8,7 @@ from collections.abc import Iterator
 class Block:
     """One block of the KV pool. Linked into a list exactly while nobody holds it (``ref == 0``)."""
 
-    __slots__ = ("digest", "following", "generation", "hits", "id", "ids", "key", "parent", "previous", "ref")
+    __slots__ = ("digest", "following", "generation", "hits", "host", "id", "ids", "key", "parent", "previous", "ref")
 
     def __init__(self, id: int) -> None:
         self.id = id
@@ -25,11 +25,38 @@ class Block:
         """Times that a sequence found its content cached."""
         self.key = 0
         """Rank of its content in an eviction policy that has ranks: what is lower goes first."""
+        self.host: HostBlock | None = None
+        """Where its present content was copied to, or from, if it may be there still."""
         self.previous: Block | None = None
         self.following: Block | None = None
 
     def __repr__(self) -> str:
         return f"Block({self.id}, ref={self.ref}, {'hashed' if self.digest else 'unhashed'})"
+
+
+class HostBlock:
+    """The copy of a full block in a block of the pool in host memory (``core_engine.host_pool``)."""
+
+    __slots__ = ("digest", "generation", "id", "ids", "is_live", "is_ready", "num_swaps", "parent", "ref")
+
+    def __init__(self, id: int, generation: int) -> None:
+        self.id = id
+        self.ref = 0
+        self.num_swaps = 0
+        """How many of its holders are preempted sequences."""
+        self.generation = generation
+        """That of the block that was copied."""
+        self.digest: bytes | None = None
+        """As of a ``Block``; None: nobody finds it by name."""
+        self.parent = b""
+        self.ids = b""
+        self.is_ready = False
+        """The copy is complete."""
+        self.is_live = True
+        """False: nobody held it, and its memory was given to another content."""
+
+    def __repr__(self) -> str:
+        return f"HostBlock({self.id}, ref={self.ref}, {'ready' if self.is_ready else 'not ready'})"
 
 
 class BlockList:

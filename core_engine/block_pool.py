@@ -98,6 +98,7 @@ class BlockPool:
             self._forget(block)
         block.ref = 1
         block.generation = self._generation
+        block.host = None
         return block
 
     def find(self, digest: bytes, parent: bytes, ids: bytes) -> Block | None:
@@ -108,6 +109,10 @@ class BlockPool:
     def has(self, digest: bytes) -> bool:
         """Whether a block caches a prefix of this digest."""
         return digest in self._shards[digest[0]]
+
+    def has_copies(self, block: Block) -> bool:
+        """Whether other blocks have the same digest."""
+        return block.digest in self._copies
 
     def hold(self, block: Block, *, is_hit: bool = True) -> None:
         """One more holder of a cached block, free or not, that holds all blocks before it, too.

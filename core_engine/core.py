@@ -11,6 +11,7 @@ import numpy as np
 from core_engine.admission import Admission
 from core_engine.beam_search import BeamSearch, Found, num_recorded
 from core_engine.block_pool import Forgotten
+from core_engine.host_memory import HostMemorySpec, let_go, make_host_memory
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.limits import search_limit, sequence_limit
 from core_engine.metrics import EngineMetrics
@@ -24,6 +25,7 @@ from core_engine.slot_table import SlotTable
 from core_engine.step_record import StepRecord, StepTiming
 from core_engine.step_time import CPU_COSTS, StepTimeModel
 from core_engine.suspects import Suspects
+from core_engine.transfer_costs import TransferCosts
 from core_engine.waiting_queue import AGEING_S
 from shared.errors import ErrorCode, ProtocolError, RequestError
 from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
@@ -50,6 +52,12 @@ class CoreConfig:
     max_output_tokens: int | None = None
     """Of a sequence, whatever it asks for; None: any number."""
     eviction: str = "lru"
+    swap_space: float = 0.0
+    """Of the memory that workers have for KV blocks on their hosts, the part for preempted sequences; only what it is
+    to ``kv_offloading_size`` counts."""
+    kv_offloading_size: float = 0.0
+    """The part for cached prefixes."""
+    preemption_mode: str = "auto"
 
     @property
     def num_slots(self) -> int:
@@ -185,6 +193,7 @@ class EngineCore:
             self._replica_of(sequence).request_exit(sequence, Exit.ABORT)
         elif not sequence.resting:
             self.waiting.remove(sequence)
+        let_go(sequence)
         self._ended(sequence, reason)
 
     def _abandon(self, search: BeamSearch) -> None:
@@ -198,6 +207,7 @@ class EngineCore:
             self._replica_of(leader).request_exit(leader, Exit.ABORT)
         elif not leader.resting:
             self.waiting.remove(leader)
+        let_go(leader)
         search.is_over = True
 
     def rename(self, sequence: Sequence, handle: int) -> None:
@@ -224,6 +234,8 @@ class EngineCore:
                 self._replica_of(runner).request_exit(runner, Exit.PREEMPT)
         elif resting:
             self.waiting.remove(runner)
+            if runner.load is not None:
+                runner.load.drop()
         else:
             self.waiting.push(runner)
 
@@ -295,7 +307,12 @@ class EngineCore:
         settled = settle(replica, step, result, self.stops)
         replica.window.popleft()
         self.steps_settled += 1
+        if replica.kv.host is not None:
+            replica.kv.host.transferred(result.transferred, replica.num_steps)
         self.waiting.served(settled.sequences + settled.searched)
+        if not len(step.rows):
+            replica.progress_at = self.clock()
+            return settled
         for sequence, num_settled in step.prefills:
             if sequence.first_token_at is None and num_settled >= sequence.prompt_len:
                 sequence.first_token_at = self.clock()
@@ -334,8 +351,13 @@ class EngineCore:
 
     # -- replicas --------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, name: str, epoch: Epoch, num_blocks: int) -> list[tuple[Sequence, RequestError]]:
+    def begin_epoch(
+        self, name: str, epoch: Epoch, num_blocks: int, host: HostMemorySpec | None = None
+    ) -> list[tuple[Sequence, RequestError]]:
         """A worker is ready with ``num_blocks`` blocks.
+
+        Args:
+            host: its blocks in host memory; None: it has none.
 
         Returns:
             Waiting sequences that are longer than its KV cache; they have ended.
@@ -349,6 +371,10 @@ class EngineCore:
         slots = SlotTable(self.config.num_slots, self.config.scheduler.max_model_len)
         target = self.scheduler.config.chunk_target
         step_time = StepTimeModel(CPU_COSTS if target is None else target.prior)
+        if host is not None:
+            costs = TransferCosts(host.block_bytes, host.rates, step_time)
+            shares = self.config.swap_space, self.config.kv_offloading_size
+            kv.host = make_host_memory(kv, host, costs, shares, self.config.preemption_mode, self.metrics)
         self.replicas.append(Replica(name, epoch, kv, slots, self.waiting, step_time, self.clock()))
         self.metrics.epochs.inc()
         refused: list[tuple[Sequence, RequestError]] = []

@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from core_engine.block import Block
 from core_engine.block_pool import BlockPool
 from core_engine.prefix_hash import block_digest
 from core_engine.request import Sequence
 from shared.messages import Int32
+
+if TYPE_CHECKING:
+    from core_engine.host_memory import HostMemory
 
 
 def slot_of(position: int, block_table: SequenceOf[int], block_size: int) -> int:
@@ -28,6 +32,8 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks, eviction)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.host: HostMemory | None = None
+        """The worker's pool in host memory, if it has one."""
 
     @property
     def capacity(self) -> int:
@@ -52,7 +58,7 @@ class KVCacheManager:
         """
         assert not sequence.blocks, f"{sequence} holds blocks already"
         num_tokens = len(sequence.tokens)
-        hits = [] if sequence.scoring else self._match(sequence)
+        hits = [] if sequence.scoring else self.match(sequence)
         num_cached = len(hits) * self.block_size
         if max_new_tokens is not None and num_tokens - num_cached > max_new_tokens:
             return None
@@ -98,7 +104,7 @@ class KVCacheManager:
 
     def num_blocks_wanted(self, sequence: Sequence) -> int:
         """Free blocks that ``allocate`` would take, cached ones that nobody holds included."""
-        hits = [] if sequence.scoring else self._match(sequence)
+        hits = [] if sequence.scoring else self.match(sequence)
         return self.blocks_for(len(sequence.tokens)) - sum(block.ref > 0 for block in hits)
 
     def share(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
@@ -149,17 +155,38 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence) -> None:
         """Give back every block of a drained sequence."""
-        self.pool.release(sequence.blocks)
+        if self.host is None:
+            self.pool.release(sequence.blocks)
+        else:
+            self.host.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_hashed = 0
         sequence.borrows = False
 
     def promised(self, leaving: Iterable[Sequence]) -> int:
-        """Blocks that are free once all of ``leaving`` are gone: those that nobody else holds."""
+        """Blocks that are free once all of ``leaving`` are gone and transfers complete: nobody else holds them."""
         holders = Counter(chain.from_iterable(sequence.blocks for sequence in leaving))
+        if self.host is not None:
+            holders.update(self.host.leaving())
         return sum(count == block.ref for block, count in holders.items())
 
-    def _match(self, sequence: Sequence) -> list[Block]:
+    def names(self, sequence: Sequence, first: int, end: int) -> list[tuple[bytes, bytes, bytes]]:
+        """What the prefix map calls the full blocks ``first`` to ``end`` of a waiting sequence: digest, digest of the
+        block before, ids. Nothing if it calls them nothing."""
+        if not self.enable_prefix_caching:
+            return []
+        self._extend_digests(sequence, end)
+        size = self.block_size
+        return [
+            (
+                sequence.digests[index],
+                _parent(sequence, index),
+                sequence.tokens[index * size : (index + 1) * size].tobytes(),
+            )
+            for index in range(first, end)
+        ]
+
+    def match(self, sequence: Sequence) -> list[Block]:
         """The longest run of cached blocks that the sequence's tokens, all but the last, begin with."""
         if not self.enable_prefix_caching:
             return []

@@ -74,15 +74,30 @@ class EngineMetrics:
         self.convicted = registry.counter("headrace:requests_convicted")
         self.forks = registry.counter("headrace:forks")
         """Choices that began with the prompt that another choice of the request had just computed."""
+        self.swaps = registry.counter("headrace:swapped_preemptions")
+        """Those of ``preemptions`` whose KV blocks were kept in host memory."""
+        self.blocks_to_host = registry.counter("headrace:kv_blocks_to_host")
+        self.blocks_to_device = registry.counter("headrace:kv_blocks_to_device")
+        self.host_queries = registry.counter("vllm:external_prefix_cache_queries")
+        """Tokens that were looked for in host memory, as the device does not cache them."""
+        self.host_hits = registry.counter("vllm:external_prefix_cache_hits")
         self.stale_messages = registry.gauge("headrace:stale_messages")
         """Messages of an old epoch that were dropped."""
         self.malformed_messages = registry.gauge("headrace:malformed_messages")
 
-    def scheduled(self, sequence: Sequence) -> None:
-        """A sequence got its first slot. What it finds in the cache after a preemption is no hit."""
+    def scheduled(self, sequence: Sequence, num_loaded: int | None) -> None:
+        """A sequence got its first slot. What it finds in the cache after a preemption is no hit.
+
+        Args:
+            num_loaded: of its cached tokens, those that came from host memory; None: there is no such cache.
+        """
         assert sequence.cached_tokens is not None
+        num_on_device = max(sequence.cached_tokens - (num_loaded or 0), 0)
         self.cache_queries.inc(len(sequence.tokens))
-        self.cache_hits.inc(sequence.cached_tokens)
+        self.cache_hits.inc(num_on_device)
+        if num_loaded is not None:
+            self.host_queries.inc(len(sequence.tokens) - num_on_device)
+            self.host_hits.inc(num_loaded)
         self.prompt_tokens.inc(sequence.prompt_len)
         self.cached_prompt_tokens.inc(sequence.cached_tokens)
 
@@ -166,6 +181,14 @@ def _samples_of(replica: Replica) -> list[Sample]:
         "headrace:replica_steps_total": replica.num_steps,
         "headrace:replica_compute_seconds_total": replica.compute_s,
     }
+    if replica.kv.host is not None:
+        pool = replica.kv.host.pool
+        values |= {
+            "headrace:replica_host_kv_blocks": pool.num_blocks,
+            "headrace:replica_host_kv_blocks_held": pool.num_held,
+            "headrace:replica_host_kv_blocks_cached": pool.num_kept,
+            "headrace:replica_host_kv_blocks_swapped": pool.num_swapped,
+        }
     return [(name, {"replica": replica.name}, float(value)) for name, value in values.items()]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from core_engine.beam_search import BeamSearch
 from core_engine.block import Block
+from core_engine.host_memory import HostMemory
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.pressure import Wait
 from core_engine.request import Exit, Request, Sequence
@@ -102,10 +103,12 @@ class Replica:
 
     @property
     def num_active(self) -> int:
-        """Seats that are taken by sequences that go on; a beam search takes those of all its beams from the start."""
+        """Seats that are taken by sequences that go on, or start when they are back from host memory; a beam search
+        takes those of all its beams from the start."""
         prompts = sum(sequence.request.search is None for sequence in self.prefilling)
         beams = sum(search.width for search in self.searches if not search.is_leaving)
-        return int(self.slots.decoding.sum()) + prompts + beams
+        coming = 0 if self.kv.host is None else self.kv.host.num_seats
+        return int(self.slots.decoding.sum()) + prompts + beams + coming
 
     def aboard(self) -> list[Sequence]:
         """Those that hold blocks: all that have a slot, and the leaders of searches between two steps."""
@@ -172,8 +175,10 @@ class Replica:
 
     def drained(self, sequence: Sequence) -> None:
         """Take back the blocks and the slot of a leaving sequence that is in no step any more."""
-        self.retire(sequence)
         search, exit = sequence.request.search, sequence.exit
+        if self.kv.host is not None and exit is Exit.PREEMPT and search is None:
+            self._swap_out(self.kv.host, sequence)
+        self.retire(sequence)
         if exit is Exit.PREEMPT:
             self.num_draining_preemptions -= 1
         if search is not None and search.replica is self:
@@ -191,6 +196,13 @@ class Replica:
         else:
             self.finished.append(sequence)
 
+    def _swap_out(self, host: HostMemory, sequence: Sequence) -> None:
+        slot = sequence.slot
+        assert slot is not None
+        num_tokens = int(self.slots.num_tokens[slot])
+        if sequence.prompt_records is None or num_tokens > sequence.prompt_len:  # else the prompt is scored once more
+            host.swap_out(sequence, num_tokens, int(self.slots.num_computed[slot]))
+
     def retire(self, sequence: Sequence) -> None:
         """Take back the blocks and the slot of a sequence that is in no step any more."""
         self.kv.release(sequence)
@@ -198,6 +210,9 @@ class Replica:
 
     def evacuate(self) -> None:
         """The epoch is over: every sequence that has not ended waits again, with the tokens that were settled."""
+        if self.kv.host is not None:
+            self.kv.host.end()
+            self.kv.host = None
         for step in self.window:
             self.kv.pool.release(step.copied)
         self.window.clear()
@@ -227,8 +242,11 @@ class Replica:
             for block in table:
                 held[block.id] = held.get(block.id, 0) + 1
                 assert block.ref >= held[block.id]
-        copied = sum(len(step.copied) for step in self.window)
-        assert sum(held.values()) + copied == self.kv.pool.num_references, "a block is held by nobody's table"
+        others = sum(len(step.copied) for step in self.window)
+        if self.kv.host is not None:
+            self.kv.host.check()
+            others += len(self.kv.host.held())
+        assert sum(held.values()) + others == self.kv.pool.num_references, "a block is held by nobody's table"
         inflight = np.zeros_like(self.slots.inflight)
         for step in self.window:
             inflight[step.rows] += 1

@@ -16,6 +16,8 @@ from shared.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from core_engine.beam_search import BeamSearch
+    from core_engine.host_loads import Load
+    from core_engine.host_memory import Swapped
 
 
 class Exit(enum.Enum):
@@ -88,6 +90,7 @@ class Sequence:
         "first_token_at",
         "handle",
         "limit",
+        "load",
         "num_generated",
         "num_hashed",
         "num_preemptions",
@@ -99,6 +102,7 @@ class Sequence:
         "slot",
         "stop_reason",
         "struck_at",
+        "swapped",
         "tokens",
     )
 
@@ -117,6 +121,10 @@ class Sequence:
         """The block table; only ever appended to while the sequence runs."""
         self.borrows = False
         """The last block of the table is another's to write into; it is copied before this one does."""
+        self.swapped: Swapped | None = None
+        """Copies of its blocks in host memory, while it waits or rests after a preemption."""
+        self.load: Load | None = None
+        """Blocks that it will start with, while it waits."""
         self.digests: list[bytes] = []
         """Chain hashes of its first full blocks, as far as they were needed. They outlive a preemption."""
         self.num_hashed = 0

@@ -60,7 +60,8 @@ class Prospect:
         self.num_rows = replica.num_active
         """Sequences that run there, or were placed there, as rows of a step."""
         self._context = int(slots.num_tokens[decoding].sum())
-        self._room = min(config.max_num_seqs - self.num_rows, slots.num_free)
+        coming = 0 if replica.kv.host is None else replica.kv.host.num_seats
+        self._room = min(config.max_num_seqs - self.num_rows, slots.num_free - coming)
         if replica.num_draining_preemptions or replica.leaving or replica.reserved_for is not None:
             self._room = 0
         self._num_free = replica.kv.pool.num_free
@@ -124,8 +125,11 @@ def choose(sequence: Sequence, prospects: Iterable[Prospect]) -> Prospect | None
     choices = []
     for prospect in prospects:
         if prospect.is_open:
-            num_cached = prospect.replica.kv.num_cached(sequence)
-            choices.append((prospect.expected_s(sequence, num_cached), prospect.num_rows, prospect, num_cached))
+            kv = prospect.replica.kv
+            num_cached = num_reachable = kv.num_cached(sequence)
+            if kv.host is not None:
+                num_reachable = kv.host.num_reachable(sequence, num_cached)
+            choices.append((prospect.expected_s(sequence, num_reachable), prospect.num_rows, prospect, num_cached))
     for _, _, prospect, num_cached in sorted(choices, key=lambda choice: choice[:2]):
         if prospect.has_room_for(sequence, num_cached):
             prospect.place(sequence, num_cached)
@@ -163,9 +167,15 @@ class Router:
         others = [prospect for prospect in prospects if prospect is not own and prospect.is_open]
         underway, passed = Underway(replica), set[Sequence]()
         while (sequence := first_not_in(passed, waiting(), MOST_LOOKED_AT)) is not None:
+            if sequence.load is not None:
+                passed.add(sequence)
+                continue
             goes_elsewhere = others and choose(sequence, (own, *others)) not in (own, None)
             if goes_elsewhere or underway.makes_wait(sequence):
                 passed.add(sequence)
             else:
                 yield sequence
-                underway.add(sequence)
+                if sequence.slot is None:
+                    passed.add(sequence)  # it waits for what is copied from host memory
+                else:
+                    underway.add(sequence)

@@ -15,6 +15,7 @@ import numpy as np
 
 from core_engine.beam_search import BeamSearch
 from core_engine.chunking import ChunkLimit, ChunkTarget
+from core_engine.host_memory import HostMemory, let_go
 from core_engine.making_way import who_gives_way
 from core_engine.metrics import EngineMetrics
 from core_engine.pressure import Wait
@@ -44,6 +45,17 @@ class SchedulerConfig:
     max_model_len: int
 
 
+@dataclasses.dataclass(slots=True)
+class _Room:
+    """What is left of a step for newcomers, in tokens."""
+
+    budget: int
+    share: int
+    """For each of several prompts."""
+    partial: int
+    """Prompts that are cut."""
+
+
 class Scheduler:
     """Plans the steps of every replica; ``waiting`` is common to them."""
 
@@ -69,7 +81,9 @@ class Scheduler:
 
     def plan(self, replica: Replica) -> Step | None:
         """The next step of ``replica``, entered in its window as if each row will deliver; None: nothing to compute."""
-        draft = Draft()
+        draft, host = Draft(), replica.kv.host
+        if host is not None and host.loads:
+            host.drop_inadmissible(replica.reserved_for, self.suspects.requests, is_leaving=replica.leaving)
         if self.waiting.preempts and self.waiting:
             self._make_way(replica)
         if replica.searches:
@@ -87,8 +101,10 @@ class Scheduler:
         self._fork(replica, draft)
         draft.prefills += [(beam, 1) for beam in draft.beams]
         if not draft.prefills and not len(decode):
-            return None
-        self.admission.stepped()
+            if host is None or not host.transfers.want_step(not replica.window):
+                return None
+        else:
+            self.admission.stepped()
         if not replica.window:
             replica.progress_at = self._clock()
         return commit(replica, draft, decode, self._recorder)
@@ -183,6 +199,9 @@ class Scheduler:
     def _preempt(self, replica: Replica, draft: Draft, victim: Sequence) -> None:
         draft.num_preempted += 1
         self.admission.preempted()
+        if victim.load is not None:
+            victim.load.drop()
+            return
         self._metrics.preemptions.inc()
         replica.request_exit(victim, Exit.PREEMPT)
 
@@ -190,6 +209,8 @@ class Scheduler:
         """The last in rank among those that could go on."""
         going = set(replica.going())
         candidates = [s for s in replica.aboard() if s not in going and s.slot not in draft.granted]
+        if replica.kv.host is not None:
+            candidates += replica.kv.host.loads
         return max(candidates, key=self.waiting.rank, default=None)
 
     def _make_way(self, replica: Replica) -> None:
@@ -235,50 +256,85 @@ class Scheduler:
 
     def _admit(self, replica: Replica, draft: Draft, budget: int) -> Wait:
         """Let waiting sequences in, in order, until the first that finds no slot, blocks or tokens; returns which."""
-        config, slots = self.config, replica.slots
+        config, slots, host = self.config, replica.slots, replica.kv.host
         partial = sum(count < self._missing(replica, sequence) for sequence, count in draft.prefills)
         partial += len(replica.prefilling) - len(draft.prefills)
+        room = _Room(budget, self._share(replica, budget, draft.limit), partial)
+        if host is not None and not self._admit_loaded(replica, draft, room, host):
+            return Wait.BUDGET
         num_active = replica.num_active
-        limit = draft.limit
-        share = self._share(replica, budget, limit)
         candidates = self._candidates(replica)
-        while budget > 0 and num_active < config.max_num_seqs and slots.num_free:
+        while room.budget > 0 and num_active < config.max_num_seqs and slots.num_free:
             sequence = next(candidates, None)
             if sequence is None:
                 return self._passed_over()
-            if limit is not None and not limit.is_open:
+            if draft.limit is not None and not draft.limit.is_open:
                 return Wait.BUDGET
             if num_active + sequence.request.num_seats > config.max_num_seqs:
                 return Wait.SEATS
-            may_be_cut = config.enable_chunked_prefill and partial < config.max_num_partial_prefills
             reserve = self.admission.reserve(replica, sequence)
             if reserve >= replica.kv.pool.num_free:
                 return self.admission.lacks(replica, sequence, reserve)
-            whole = budget if limit is None else min(budget, limit.room(0))
-            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=None if may_be_cut else whole)
+            if host is not None and host.begin_load(sequence, reserve):
+                num_active += 0 if sequence.load is None else sequence.request.num_seats
+                continue
+            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=self._most(draft, room))
             if num_cached is None:
                 return self.admission.lacks(replica, sequence, reserve)
-            self._place(replica, draft, sequence, num_cached)
-            missing = len(sequence.tokens) - num_cached
-            if may_be_cut:
-                count = self._chunk(replica, sequence, min(max(share, 1), budget), limit)
-            else:
-                count = missing
-                if limit is not None:
-                    limit.add(num_cached, count)
-            draft.prefills.append((sequence, count))
-            partial += count < missing
-            budget -= count
+            self._start(replica, draft, sequence, num_cached, room)
             num_active += sequence.request.num_seats
         if num_active >= config.max_num_seqs:
             return Wait.SEATS
-        return Wait.BUDGET if budget <= 0 else Wait.LEAVING
+        return Wait.BUDGET if room.budget <= 0 else Wait.LEAVING
 
     def _passed_over(self) -> Wait:
         """What those wait for that this replica should not admit."""
         if self.suspects.requests:
             return Wait.SUSPECT
         return Wait.PLACEMENT if len(self.router.replicas) > 1 else Wait.SHARED
+
+    def _admit_loaded(self, replica: Replica, draft: Draft, room: _Room, host: HostMemory) -> bool:
+        """Let in those whose load is complete; they have their memory. Returns whether there is room for others."""
+        for load in host.complete_loads():
+            sequence, limit = load.sequence, draft.limit
+            assert sequence is not None
+            if room.budget <= 0 or not replica.slots.num_free or (limit is not None and not limit.is_open):
+                return False
+            most = self._most(draft, room)
+            if most is not None and len(sequence.tokens) - load.num_loaded * replica.kv.block_size > most:
+                return False
+            num_loaded = (load.num_loaded - load.num_cached) * replica.kv.block_size
+            self._start(replica, draft, sequence, load.admit(), room, num_loaded)
+        return True
+
+    def _most(self, draft: Draft, room: _Room) -> int | None:
+        """Tokens that a newcomer may have to compute; None: it may be cut."""
+        if self._may_be_cut(room):
+            return None
+        return room.budget if draft.limit is None else min(room.budget, draft.limit.room(0))
+
+    def _may_be_cut(self, room: _Room) -> bool:
+        return self.config.enable_chunked_prefill and room.partial < self.config.max_num_partial_prefills
+
+    def _start(
+        self, replica: Replica, draft: Draft, sequence: Sequence, num_cached: int, room: _Room, num_loaded: int = 0
+    ) -> None:
+        """Give a sequence that has its blocks a slot, and as much of the step as it may have.
+
+        Args:
+            num_loaded: of its ``num_cached`` tokens, those that came from host memory.
+        """
+        limit = draft.limit
+        may_be_cut = self._may_be_cut(room)
+        self._place(replica, draft, sequence, num_cached, num_loaded)
+        count = missing = len(sequence.tokens) - num_cached
+        if may_be_cut:
+            count = self._chunk(replica, sequence, min(max(room.share, 1), room.budget), limit)
+        elif limit is not None:
+            limit.add(num_cached, count)
+        draft.prefills.append((sequence, count))
+        room.partial += count < missing
+        room.budget -= count
 
     def _candidates(self, replica: Replica) -> Iterator[Sequence]:
         """The waiting sequences that this replica should admit, in order; each is taken before the next is asked for.
@@ -296,13 +352,17 @@ class Scheduler:
                 passed.add(sequence)
                 continue
             yield sequence
-            underway.add(sequence)
+            if sequence.slot is None:
+                passed.add(sequence)  # it waits for what is copied from host memory
+            else:
+                underway.add(sequence)
 
     def _admissible(self, replica: Replica) -> Iterable[Sequence]:
         return self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting
 
-    def _place(self, replica: Replica, draft: Draft, sequence: Sequence, num_cached: int) -> None:
+    def _place(self, replica: Replica, draft: Draft, sequence: Sequence, num_cached: int, num_loaded: int) -> None:
         self.waiting.admit(sequence, num_cached)
+        let_go(sequence)
         slot = replica.slots.enter(sequence, num_cached, len(sequence.blocks) * replica.kv.block_size)
         replica.prefilling.append(sequence)
         if sequence.request.search is not None:
@@ -314,7 +374,8 @@ class Scheduler:
         if sequence.scheduled_at is None:
             sequence.scheduled_at = self._clock()
             sequence.cached_tokens = min(num_cached, sequence.prompt_len)
-            self._metrics.scheduled(sequence)
+            host = replica.kv.host
+            self._metrics.scheduled(sequence, num_loaded if host is not None and host.pool.is_tier else None)
             replica.cache_queries += len(sequence.tokens)
             replica.cache_hits += sequence.cached_tokens
 
@@ -329,6 +390,7 @@ class Scheduler:
             num_active = replica.num_active + len(draft.forks)
             for child in forks_of(replica, sequence, self.admission, most - num_active):
                 self.waiting.admit(child, child.prompt_len)
+                let_go(child)
                 slot = fork(replica, sequence, child)
                 draft.forks.append((sequence, child))
                 draft.admitted.append((child, child.prompt_len))

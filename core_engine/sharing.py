@@ -44,6 +44,8 @@ class Underway:
         """Whether a waiting sequence had better wait for what is being computed."""
         if _is_fresh(sequence) and any(map(_computes_prompt, sequence.request.sequences)):
             return True  # it will be a fork
+        if sequence.load is not None:
+            return True
         if sequence.scoring or not self._by_first:
             return False
         first = self._replica.kv.first_digest(sequence)
@@ -103,8 +105,9 @@ def _is_fresh(sequence: Sequence) -> bool:
 
 
 def _computes_prompt(sequence: Sequence) -> bool:
-    """Whether it runs, on whatever replica, and its first token is not settled."""
-    return sequence.slot is not None and sequence.exit is None and sequence.first_token_at is None
+    """Whether it runs, on whatever replica, or will once its load is complete, and its first token is not settled."""
+    runs = sequence.slot is not None and sequence.exit is None
+    return (runs or sequence.load is not None) and sequence.first_token_at is None
 
 
 def _may_fork(sequence: Sequence) -> bool:

@@ -18,6 +18,7 @@ from shared.messages import Int32, SlotInit, Step
 
 _NOTHING: Int32 = np.empty(0, np.int32)
 _NO_COPIES: Int32 = np.empty((0, 2), np.int32)
+_NO_TRANSFERS: Int32 = np.empty((0, 3), np.int32)
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,6 +80,7 @@ def commit(replica: Replica, draft: Draft, decode: Slots, recorder: Callable[[St
         blocks=np.array(draft.blocks, np.int32).reshape(-1, 2),
         released=np.array(replica.released, np.int32),
         copies=_copies(draft.copies),
+        transfers=_NO_TRANSFERS if replica.kv.host is None else replica.kv.host.transfers.take(replica.num_steps),
     )
     starting = [sequence for sequence, _ in draft.prefills] + [child for _, child in draft.forks]
     ends = [(sequence, int(slots.num_computed[sequence.slot])) for sequence in starting]

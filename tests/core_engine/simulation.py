@@ -8,6 +8,7 @@ a wrong hash. The next token is a function of the prefix hash, so a right schedu
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core_engine.core import CoreConfig, EngineCore
+from core_engine.host_memory import HostMemorySpec
 from core_engine.kv_cache_manager import slot_of
 from core_engine.replica import Replica
 from core_engine.request import Request, Sequence, stop_ids_of
@@ -29,6 +31,7 @@ from shared.sampling import SamplingParams
 VOCAB = 97
 EOS_IDS = (3, 34, 65)
 EMPTY = -1
+BLOCK_BYTES = 1000
 
 
 class Corrupt(AssertionError):
@@ -90,18 +93,99 @@ class SlotState:
     table: list[int] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(eq=False)
+class PendingTransfer:
+    number: int
+    to_device: bool
+    block: int
+    host_block: int
+    copied_in: int
+    """Results until it is copied, before or after what is computed then."""
+    complete_in: int
+    """Results until it is complete."""
+    is_copied: bool = False
+
+
+class SimulatedTransfers:
+    """Copies blocks at any moment between the step that says so and the result that says that it is done."""
+
+    def __init__(self, kv: npt.NDArray[np.int64], block_size: int, num_host_blocks: int, seed: int) -> None:
+        self.host = np.full((num_host_blocks, block_size), EMPTY, np.int64)
+        self.pending: list[PendingTransfer] = []
+        self._kv = kv.reshape(-1, block_size)
+        self._rng = random.Random(seed)
+
+    def receive(self, step: Step) -> None:
+        """The step has arrived; others in front of it may not be computed yet."""
+        for direction, block, host_block in step.transfers.tolist():
+            assert block != 0, "the null block is transferred"
+            to_device = direction == 1
+            for other in self.pending:
+                reads_other = to_device and not other.to_device and other.host_block == host_block
+                assert not reads_other, "a transfer reads what another one writes"
+                assert to_device or other.host_block != host_block, "a block of the host is reused in flight"
+                both = other.block == block and (to_device or other.to_device)
+                assert not both, "a block is reused in flight"
+            complete_in = self._rng.randint(0, 3)
+            copied_in = self._rng.randint(0, complete_in)
+            self.pending.append(PendingTransfer(step.number, to_device, block, host_block, copied_in, complete_in))
+            if self._rng.random() < 0.3:
+                self._copy(self.pending[-1])
+
+    def writes(self, blocks: set[int]) -> bool:
+        """Whether a pending transfer writes any of these blocks."""
+        return any(each.to_device and each.block in blocks for each in self.pending)
+
+    def pass_by(self) -> None:
+        """What is due may be copied."""
+        for each in self.pending:
+            if each.copied_in <= 0 and self._rng.random() < 0.5:
+                self._copy(each)
+
+    def result(self, number: int, must_wait: bool) -> int:
+        """``StepResult.transferred`` of the result of a step."""
+        for each in self.pending:
+            each.copied_in -= 1
+            each.complete_in -= 1
+            if each.complete_in < 0 or (must_wait and each.number <= number):
+                self._copy(each)
+        waiting = min((each.number for each in self.pending if not each.is_copied or each.complete_in >= 0), default=0)
+        if must_wait:
+            waiting = min((each.number for each in self.pending if each.number > number), default=0)
+        transferred = min(number, waiting - 1) if waiting else number
+        self.pending = [each for each in self.pending if each.number > transferred]
+        return transferred
+
+    def _copy(self, each: PendingTransfer) -> None:
+        if each.is_copied:
+            return
+        each.is_copied = True
+        if each.to_device:
+            self._kv[each.block] = self.host[each.host_block]
+        else:
+            self.host[each.host_block] = self._kv[each.block]
+
+
 class SimulatedWorker:
     """Executes steps one by one against a KV cache that remembers what was written where."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_slots: int, num_host_blocks: int = 0, seed: int = 0
+    ) -> None:
         self.block_size = block_size
         self.kv = np.full(num_blocks * block_size, EMPTY, np.int64)
+        self.transfers = SimulatedTransfers(self.kv, block_size, num_host_blocks, seed)
         self.slots: dict[int, SlotState] = {}
         self.num_slots = num_slots
         self.number = 0
 
-    def execute(self, step: Step) -> StepResult:
+    def execute(self, step: Step, is_last: bool = True) -> StepResult:
+        """
+        Args:
+            is_last: no other step has arrived.
+        """
         encode(step, boot=1)  # refuses wrong types and shapes
+        self.transfers.pass_by()
         assert step.number == self.number + 1, "a gap in the step numbers"
         self.number = step.number
         for slot in step.released.tolist():
@@ -132,7 +216,18 @@ class SimulatedWorker:
         ]
         array = np.array(tokens, np.int32)
         seconds = 1e-3 * sum(count for _, _, count in forward)
-        return StepResult(step.epoch, step.number, array, np.empty(0, np.int32), recorded, seconds, prompts)
+        self.transfers.pass_by()
+        transferred = self.transfers.result(step.number, must_wait=is_last and not forward)
+        return StepResult(
+            step.epoch,
+            step.number,
+            array,
+            np.empty(0, np.int32),
+            recorded,
+            seconds,
+            prompts,
+            transferred=transferred,
+        )
 
     def _score(self, slot: int, start: int, count: int) -> list[bytes] | None:
         """The records of the prompt tokens that the positions of a prefill row predict; None: not asked for."""
@@ -161,6 +256,7 @@ class SimulatedWorker:
     def _write(self, state: SlotState, start: int, count: int) -> None:
         end = start + count
         assert count > 0
+        assert not self.transfers.writes(set(state.table)), "a block is used before it is copied"
         assert end <= len(state.tokens), "a row reads tokens that do not exist yet"
         where = [slot_of(position, state.table, self.block_size) for position in range(end)]
         for position in range(start, end):
@@ -213,8 +309,16 @@ class Simulation:
     """One engine core and workers, at first one, that execute each step as late as the window allows."""
 
     def __init__(
-        self, num_blocks: int = 64, core: type[EngineCore] = EngineCore, num_workers: int = 1, **options: Any
+        self,
+        num_blocks: int = 64,
+        core: type[EngineCore] = EngineCore,
+        num_workers: int = 1,
+        num_host_blocks: int = 0,
+        transfer_rate: float = 0.0,
+        **options: Any,
     ) -> None:
+        self.num_host_blocks = num_host_blocks
+        self.transfer_rate = transfer_rate
         self.config = make_config(**options)
         self.num_blocks = num_blocks
         self.now = 0.0
@@ -248,9 +352,15 @@ class Simulation:
 
     def start_worker(self) -> Replica:
         self.num_epochs += 1
-        assert not self.core.begin_epoch(f"w{self.num_epochs}", Epoch(1, self.num_epochs), self.num_blocks)
+        name, epoch, config, rates = f"w{self.num_epochs}", Epoch(1, self.num_epochs), self.config, self.transfer_rate
+        host = (
+            {"host": HostMemorySpec(self.num_host_blocks, BLOCK_BYTES, (rates, rates))} if self.num_host_blocks else {}
+        )
+        assert not self.core.begin_epoch(name, epoch, self.num_blocks, **host)
         replica = self.core.replicas[-1]
-        self.workers[replica] = SimulatedWorker(self.num_blocks, self.config.block_size, self.config.num_slots)
+        self.workers[replica] = SimulatedWorker(
+            self.num_blocks, config.block_size, config.num_slots, self.num_host_blocks, seed=self.num_epochs
+        )
         self.in_flight[replica] = deque()
         return replica
 
@@ -301,6 +411,7 @@ class Simulation:
         step = self.core.plan(replica)
         if step is not None:
             self.in_flight[replica].append(step)
+            self.workers[replica].transfers.receive(step)
             self.steps.append(step)
             self._check_company(replica)
         return step
@@ -312,14 +423,15 @@ class Simulation:
         assert sum(each.reserved_for is not None for each in self.core.replicas) <= 1
         if replica.reserved_for is not None:
             assert replica.reserved_for is suspects.turn
-            assert window == {replica.reserved_for}, "a suspect has company"
+            assert window <= {replica.reserved_for}, "a suspect has company"
         else:
             newest = {replica.slots.sequence_at(slot).request for slot in replica.window[-1].rows.tolist()}
             assert not newest & suspects.requests.keys(), "a suspect runs without its turn"
 
     def settle(self, replica: Replica | None = None) -> None:
         replica = replica or self.replica
-        settled = self.core.settle(replica, self.workers[replica].execute(self.in_flight[replica].popleft()))
+        step, steps = self.in_flight[replica].popleft(), self.in_flight[replica]
+        settled = self.core.settle(replica, self.workers[replica].execute(step, is_last=not steps))
         for sequence, token, row in zip(settled.sequences, settled.tokens, settled.rows.tolist(), strict=True):
             output = self.outputs[sequence.request.rid, sequence.choice]
             assert row == [sequence.handle, sequence.choice, len(output), 1]
@@ -388,6 +500,8 @@ class Simulation:
         for replica in self.core.replicas:
             replica.check()
             assert replica.kv.pool.num_free == self.num_blocks - 1
+            if replica.kv.host is not None:
+                assert replica.kv.host.pool.num_held == 0
             assert replica.slots.num_free == self.config.num_slots
             assert replica.num_draining_preemptions == 0
             assert not replica.prefilling

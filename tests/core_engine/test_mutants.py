@@ -99,11 +99,11 @@ def test_promised_blocks_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 class MatchesTheLastToken(KVCacheManager):
     """A whole prompt may be cached: nothing is left to compute."""
 
-    def _match(self, sequence: Sequence) -> list[Block]:
+    def match(self, sequence: Sequence) -> list[Block]:
         tokens = sequence.tokens
         sequence.tokens = tokens.repeat(2)
         sequence.tokens[: len(tokens)] = tokens
-        hits = super()._match(sequence)[: len(tokens) // self.block_size]
+        hits = super().match(sequence)[: len(tokens) // self.block_size]
         sequence.tokens = tokens
         del sequence.digests[len(tokens) // self.block_size :]
         return hits

@@ -37,6 +37,11 @@ options = st.fixed_dictionaries(
         "policy": st.sampled_from(sorted(QUEUES)),
         "priority_ageing_s": st.sampled_from([1.0, 10.0, 1000.0]),
         "chunk_target": st.sampled_from([None, None, 0.004, 0.02]).map(target_of),
+        "num_host_blocks": st.sampled_from([0, 3, 12, 40]),
+        "swap_space": st.sampled_from([0.0, 1.0]),
+        "kv_offloading_size": st.sampled_from([0.0, 1.0]),
+        "preemption_mode": st.sampled_from(["swap", "auto", "recompute"]),
+        "transfer_rate": st.sampled_from([0.0, 1e9, 5e5, 1e2]),
     }
 )
 
