@@ -207,10 +207,12 @@ class StreamProxy:
     def _accept(self) -> None:
         while True:
             try:
-                pair = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._upstream))
+                accepted = self._server.accept()[0]
+                self._sockets.append(accepted)
+                pair = accepted, socket.create_connection(("127.0.0.1", self._upstream))
             except OSError:
                 return
-            self._sockets += pair
+            self._sockets.append(pair[1])
             for source, target in (pair, pair[::-1]):
                 self._begin(self._pass_on, source, target)
 
