@@ -286,6 +286,9 @@ class Stack:
         for index, record in settled.records:
             choice = settled.sequences[index]
             answers[choice.request.rid, choice.choice].records.append(record)
+        for choice, found in settled.found:
+            answer = answers[choice.request.rid, choice.choice]
+            answer.ids, answer.records = found.ids, found.records
 
     def _is_over(self, choice: Choice, job: Job, answer: Answer) -> bool:
         if job.abort_at is not None and len(answer.ids) >= job.abort_at:
