@@ -129,7 +129,7 @@ class WrittenPlaces:
         for slot, block in step.blocks.tolist():
             self.tables[slot].append(block)
         for source, destination in step.copies.tolist():
-            self.written[destination] |= self.written[source]
+            self.written[destination] = self.written[source]  # of the whole block, whatever it held
         for slot, start, count in step.prefill.tolist():
             self._write(slot, np.arange(start, start + count))
         for slot in step.decode.tolist():

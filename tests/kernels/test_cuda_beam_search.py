@@ -55,5 +55,6 @@ def test_searches_beside_others(tiny_models: TinyModels, device: torch.device) -
             logprobs = logits.log_softmax(-1)[range(len(answer.ids)), answer.ids].tolist()
             assert [unpack(record).token.logprob for record in answer.records] == pytest.approx(logprobs, abs=1e-4)
             assert all(len(unpack(record).top) == 2 for record in answer.records)
-    alone = Stack(runner, max_num_seqs=12).run(jobs[len(prompts) :])
-    assert ids_of(answers[WIDTH * len(prompts) :]) == ids_of(alone)
+    if ON_GPU:  # the interpreter takes half a minute
+        alone = Stack(runner, max_num_seqs=12).run(jobs[len(prompts) :])
+        assert ids_of(answers[WIDTH * len(prompts) :]) == ids_of(alone)
