@@ -163,6 +163,21 @@ def test_a_pool_needs_two_blocks() -> None:
         BlockPool(1)
 
 
+def test_blocks_are_made_when_they_are_first_taken() -> None:
+    """A released block is used again before another one is made, and a cached one is kept while there are others."""
+    pool = BlockPool(10**9)
+    assert (pool.num_free, pool.num_held, pool.fill, pool.usage) == (10**9 - 1, 0, 0.0, 0.0)
+    first, second = pool.take(), pool.take()
+    assert (first.id, second.id, pool.num_held) == (1, 2, 2)
+    pool.commit(first, b"first", b"", b"")
+    pool.release([first])
+    pool.release([second])
+    assert pool.take() is second
+    assert pool.take().id == 3
+    assert pool.find(b"first", b"", b"") is first
+    pool.check()
+
+
 def test_block_list_refuses_a_block_twice() -> None:
     blocks, block = BlockList(), Block(1)
     blocks.append(block)
