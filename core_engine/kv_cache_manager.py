@@ -192,12 +192,16 @@ class KVCacheManager:
             return []
         hits: list[Block] = []
         data, size = sequence.tokens.tobytes(), self.block_size * sequence.tokens.itemsize
+        digests, parent = sequence.digests, sequence.root
         for index in range((len(sequence.tokens) - 1) // self.block_size):
             ids = data[index * size : (index + 1) * size]
-            block = self.pool.find(self._digest(sequence, index, ids), _parent(sequence, index), ids)
+            if index == len(digests):
+                digests.append(block_digest(parent, ids))
+            block = self.pool.find(digests[index], parent, ids)
             if block is None:
                 break
             hits.append(block)
+            parent = digests[index]
         return hits
 
     def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:
