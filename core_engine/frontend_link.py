@@ -156,13 +156,16 @@ class FrontendLink:
         self._keep_deadline(request)
 
     def replaced(self, old: Log, new: Log) -> None:
+        before = old.context if isinstance(old.context, Sequence) else None
+        if before is not None and before.request.search is None:
+            self.core.rest(before, True)  # the queue holds each choice once
         if isinstance(new.request.context, Request) and new.end is None:
             try:
                 self._start(new.request.context, [new], bounded=False)
             except RequestError as error:
                 self._refuse(new.request, error)
-        if isinstance(old.context, Sequence):  # last, so that a search goes on for the new one
-            self.core.end(old.context, FinishReason.ABORT)
+        if before is not None:  # last, so that the request goes on, and counts once
+            self.core.end(before, FinishReason.ABORT)
 
     def resubmitted(self, request: HopRequest) -> None:
         for item in request.logs:

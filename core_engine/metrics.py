@@ -126,8 +126,8 @@ class EngineMetrics:
         self._rejections.labels(bound).inc()
 
     def finished(self, request: Request) -> None:
-        """Every choice of a request has ended."""
-        params, sequences = request.params, request.sequences
+        """Every choice of a request has ended. Of one that was begun again the last sequence counts."""
+        params, sequences = request.params, list({each.choice: each for each in request.sequences}.values())
         reasons = {sequence.finish_reason for sequence in sequences}
         for reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP):
             if reason in reasons:

@@ -275,6 +275,35 @@ def test_a_request_that_is_submitted_again_goes_on(tmp_path: Path) -> None:
         check_at_rest(engine)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_rows_for_a_request_that_waits(tmp_path: Path, policy: str) -> None:
+    """Another tokenizer has its first tokens, from an engine that is gone: it begins again, and counts once."""
+    running = RunningEngine(tmp_path, max_num_seqs=1, scheduling_policy=policy)
+    with (
+        running as engine,
+        WorkerThread(running.workers) as worker,
+        FrontEnd(running.front) as gone,
+        FrontEnd(running.front) as front,
+    ):
+        gone.wait_ready()
+        front.wait_ready()
+        first = gone.submit(prompt(6), max_tokens=240, ignore_eos=True)
+        gone.wait(lambda: worker.executed)
+        before = gone.submit(prompt(9, 3), max_tokens=20, ignore_eos=True)
+        gone.wait(lambda: before.rid in gone.accepted_ids)
+        request = front.all[before.rid] = HopRequest(before.rid, before.spec)
+        request.logs[0].grow(expected(before)[0][:5], [])
+        front.parent.place(request, before.spec, Attempt(2, front.boot, 0))
+        front.wait(lambda: request.rid in front.accepted_ids)
+        gone.wait(lambda: first.over)
+        front.wait_over()
+        check(request)
+        check_at_rest(engine)
+        until(lambda: front.metric("vllm:request_success_total", finished_reason="length") == 2, meanwhile=front.turn)
+        assert front.metric("vllm:request_success_total", finished_reason="abort") == 0
+        assert front.metric("vllm:request_prompt_tokens_count") == 2
+
+
 def test_a_worker_that_leaves(tmp_path: Path) -> None:
     """It finishes what runs there and is dismissed; what waits goes to the other one, and nothing is moved."""
     running = RunningEngine(tmp_path, max_num_seqs=2)
