@@ -8,9 +8,11 @@ a wrong hash. The next token is a function of the prefix hash, so a right schedu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any
 
 import numpy as np
@@ -331,8 +333,12 @@ class Simulation:
         self.workers: dict[Replica, SimulatedWorker] = {}
         self.in_flight: dict[Replica, deque[Step]] = {}
         self.num_epochs = 0
+        self.given: dict[tuple[str, int], int] = {}
+        """Tokens that a choice had when it was submitted, if any."""
+        self.failed: set[str] = set()
+        """Requests that were ended with an error."""
         self.convicted: list[str] = []
-        """Requests that the engine found to be what workers die of."""
+        """Those of them that the engine found to be what workers die of."""
         for _ in range(num_workers):
             self.start_worker()
 
@@ -350,16 +356,20 @@ class Simulation:
         """Steps of the first replica that it has not computed."""
         return self.in_flight[self.replica]
 
-    def start_worker(self) -> Replica:
+    def start_worker(self, num_blocks: int | None = None) -> Replica:
+        """Another worker is ready; what does not fit its pool, if that is smaller, fails."""
         self.num_epochs += 1
-        name, epoch, config, rates = f"w{self.num_epochs}", Epoch(1, self.num_epochs), self.config, self.transfer_rate
-        host = (
-            {"host": HostMemorySpec(self.num_host_blocks, BLOCK_BYTES, (rates, rates))} if self.num_host_blocks else {}
-        )
-        assert not self.core.begin_epoch(name, epoch, self.num_blocks, **host)
+        size, config = num_blocks or self.num_blocks, self.config
+        name, epoch = f"w{self.num_epochs}", Epoch(1, self.num_epochs)
+        rates = self.transfer_rate, self.transfer_rate
+        host = {"host": HostMemorySpec(self.num_host_blocks, BLOCK_BYTES, rates)} if self.num_host_blocks else {}
+        refused = self.core.begin_epoch(name, epoch, size, **host)
+        assert num_blocks is not None or not refused
+        for sequence, _ in refused:
+            self.fail(sequence.request)
         replica = self.core.replicas[-1]
         self.workers[replica] = SimulatedWorker(
-            self.num_blocks, config.block_size, config.num_slots, self.num_host_blocks, seed=self.num_epochs
+            size, config.block_size, config.num_slots, self.num_host_blocks, seed=self.num_epochs
         )
         self.in_flight[replica] = deque()
         return replica
@@ -368,9 +378,14 @@ class Simulation:
         convicted = self.core.end_epoch(replica, blames=blames)
         if convicted is not None:
             self.convicted.append(convicted.rid)
-            for sequence in convicted.sequences:
-                self.core.end(sequence, FinishReason.ERROR)
+            self.fail(convicted)
         del self.workers[replica], self.in_flight[replica]
+
+    def fail(self, request: Request) -> None:
+        """End a request with an error."""
+        self.failed.add(request.rid)
+        for sequence in request.sequences:
+            self.core.end(sequence, FinishReason.ERROR)
 
     def restart_worker(self) -> None:
         self.kill_worker(self.replica)
@@ -383,8 +398,10 @@ class Simulation:
         salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        given: SequenceOf[SequenceOf[int]] = (),
         **params: Any,
     ) -> Request:
+        """Queue a request; ``given``: ids that its first choices have already."""
         sampling = SamplingParams(**({"max_tokens": 16} | params))
         request = Request(
             rid=rid or f"r{len(self.requests)}",
@@ -398,13 +415,24 @@ class Simulation:
             cache_salt=salt,
             tenant=tenant,
         )
-        self.core.submit(request, dict.fromkeys(range(sampling.n), np.empty(0, np.int32)))
+        ids = dict(itertools.zip_longest(range(sampling.n), given, fillvalue=()))
+        self._start(request, ids)
         self.requests.append(request)
-        for sequence in request.sequences:
-            sequence.handle = 100 + len(self.requests)
-            self.outputs[sequence.request.rid, sequence.choice] = []
-            self.logprobs[sequence.request.rid, sequence.choice] = []
         return request
+
+    def replace(self, sequence: Sequence, ids: SequenceOf[int]) -> None:
+        """A front end has other rows of a choice than the engine: it begins again with these (``FrontendLink``)."""
+        if sequence.request.search is None:
+            self.core.rest(sequence, True)
+        self._start(sequence.request, {sequence.choice: ids})
+        self.core.end(sequence, FinishReason.ABORT)
+
+    def _start(self, request: Request, given: dict[int, SequenceOf[int]]) -> None:
+        sequences = self.core.submit(request, {choice: np.array(ids, np.int32) for choice, ids in given.items()})
+        for sequence in sequences:
+            sequence.handle = 100 + len(self.requests)
+            key, ids = (request.rid, sequence.choice), given[sequence.choice]
+            self.outputs[key], self.logprobs[key], self.given[key] = list(ids), [], len(ids)
 
     def plan(self, replica: Replica | None = None) -> Step | None:
         replica = replica or self.replica
@@ -475,12 +503,16 @@ class Simulation:
         return [s for request in self.requests for s in request.sequences if s.finish_reason is None]
 
     def check_outputs(self) -> None:
-        """Finished outputs equal the reference; aborted and convicted ones are a beginning of it."""
+        """Finished outputs equal the reference; aborted and failed ones are a beginning of it."""
         for request in self.requests:
-            for sequence in request.sequences if request.search is None else ():
-                expected, reason = reference(request, sequence.choice, sequence.limit)
+            latest = {sequence.choice: sequence for sequence in request.sequences}
+            for sequence in latest.values() if request.search is None else ():
+                given = self.given[request.rid, sequence.choice]
+                limit = max(sequence.limit, len(request.prompt) + given)
+                expected, reason = reference(request, sequence.choice, limit)
                 output = self.outputs[sequence.request.rid, sequence.choice]
-                if sequence.finish_reason is FinishReason.ABORT or request.rid in self.convicted:
+                has_failed = sequence.finish_reason is FinishReason.ERROR and request.rid in self.failed
+                if sequence.finish_reason is FinishReason.ABORT or has_failed:
                     assert output == expected[: len(output)]
                 else:
                     assert (output, sequence.finish_reason) == (expected, reason), request.rid
@@ -490,17 +522,18 @@ class Simulation:
         """One record for each token where they were asked for, and those of the prompt, chunks put together."""
         request = sequence.request
         prompt = request.prompt.tolist()
-        hashes = _hashes(prompt + output)
-        recorded = hashes[len(prompt) :] if request.params.logprobs is not None else []
+        hashes, given = _hashes(prompt + output), self.given[request.rid, sequence.choice]
+        recorded = hashes[len(prompt) + given :] if request.params.logprobs is not None else []
         assert self.logprobs[request.rid, sequence.choice] == [record_of(state) for state in recorded], request.rid
-        if sequence.choice == 0 and request.params.prompt_logprobs is not None and sequence.first_token_at is not None:
+        scores = sequence.choice == 0 and request.params.prompt_logprobs is not None and not given
+        if scores and sequence.first_token_at is not None:
             assert sequence.prompt_records == [record_of(state) for state in hashes[1 : len(prompt)]], request.rid
 
     def check_empty(self) -> None:
         """Every block and slot is back."""
         for replica in self.core.replicas:
             replica.check()
-            assert replica.kv.pool.num_free == self.num_blocks - 1
+            assert replica.kv.pool.num_free == replica.kv.pool.num_blocks - 1
             if replica.kv.host is not None:
                 assert replica.kv.host.pool.num_held == 0
             assert replica.slots.num_free == self.config.num_slots
