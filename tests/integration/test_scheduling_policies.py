@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.streams import CHAT, COMPLETIONS, both, refusal
 
-CAP = 48
+CAP = 32
 BLOCKS, BLOCK_SIZE, CONTEXT = 16, 16, 512
 CAPACITY = (BLOCKS - 1) * BLOCK_SIZE
 AGEING_S = 1.0
@@ -47,19 +47,20 @@ def ask(server: Any, salt: int, max_tokens: int, **fields: Any) -> tuple[list[in
 
 
 def test_a_high_priority_overtakes_and_nobody_loses_a_token(server: Any) -> None:
-    """One of low priority runs, three wait: who comes last is done first, and all say what they say alone."""
-    alone = [ask(server, salt, CAP)[0] for salt in range(4)]
+    """One of low priority runs, two wait: who comes last is done first, and all say what they say alone."""
+    alone = [ask(server, salt, CAP)[0] for salt in range(3)]
     alone_high, _ = ask(server, 9, 8)
     before = server.gauge("headrace:priority_preemptions_total")
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        lows = [pool.submit(ask, server, salt, CAP, priority=1000) for salt in range(4)]
-        while server.gauge("vllm:num_requests_waiting") < 3:
+        lows = [pool.submit(ask, server, salt, CAP, priority=1000) for salt in range(3)]
+        while server.gauge("vllm:num_requests_waiting") < 2:
+            assert not all(low.done() for low in lows)
             time.sleep(0.01)
         high, high_done = pool.submit(ask, server, 9, 8, priority=-5).result()
         found = [low.result() for low in lows]
     assert high == alone_high
     assert [ids for ids, _ in found] == alone
-    assert sum(high_done < done for _, done in found) >= 3
+    assert sum(high_done < done for _, done in found) >= 2
     assert server.gauge("headrace:priority_preemptions_total") > before
     server.wait_idle(10)
 
@@ -154,9 +155,7 @@ def test_what_can_never_fit_is_refused_by_name(
 
 
 def test_what_just_fits_is_served(server: Any) -> None:
-    for length, max_tokens, count in ((CAPACITY - 1, 1, 1), (CAPACITY - CAP, 300, CAP), (CAPACITY - 10, None, 10)):
-        if max_tokens is None:
-            continue
+    for length, max_tokens, count in ((CAPACITY - 1, 1, 1), (CAPACITY - CAP, 300, CAP)):
         body = {"prompt": some_ids(length), "max_tokens": max_tokens, "ignore_eos": True}
         assert server.post(COMPLETIONS, body)["usage"]["completion_tokens"] == count
     server.wait_idle(10)
