@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from core_engine.replica import Replica
 
 WINDOW = 64
-REFRESHED = 16
+REFRESHED = 8
 MOST_PASSED = 128
 
 

@@ -154,6 +154,7 @@ class Scheduler:
         if len(needy) <= replica.kv.pool.num_free:
             for sequence in needy:
                 self._append_block(replica, draft, sequence)
+            slots.capacity[full] += replica.kv.block_size
             return decode
         for sequence in sorted(needy, key=self.waiting.rank):
             self._grow(replica, draft, sequence)
@@ -173,11 +174,11 @@ class Scheduler:
                 draft.stalled.append(slot)
             return
         self._append_block(replica, draft, sequence)
+        replica.slots.capacity[slot] += replica.kv.block_size
         draft.granted.add(slot)
 
     def _append_block(self, replica: Replica, draft: Draft, sequence: Sequence) -> None:
         block, source = replica.kv.grow(sequence)
-        replica.slots.capacity[sequence.slot] += replica.kv.block_size
         assert sequence.slot is not None
         draft.blocks.append((sequence.slot, block.id))
         if source is not None:
@@ -263,6 +264,7 @@ class Scheduler:
         if host is not None and not self._admit_loaded(replica, draft, room, host):
             return Wait.BUDGET
         num_active = replica.num_active
+        growth: float | None = None
         candidates = self._candidates(replica)
         while room.budget > 0 and num_active < config.max_num_seqs and slots.num_free:
             sequence = next(candidates, None)
@@ -272,7 +274,8 @@ class Scheduler:
                 return Wait.BUDGET
             if num_active + sequence.request.num_seats > config.max_num_seqs:
                 return Wait.SEATS
-            reserve = self.admission.reserve(replica, sequence)
+            growth = self.admission.expected_growth(replica) if growth is None else growth
+            reserve = self.admission.reserve(replica, sequence, growth)
             if reserve >= replica.kv.pool.num_free:
                 return self.admission.lacks(replica, sequence, reserve)
             if host is not None and host.begin_load(sequence, reserve):
@@ -281,6 +284,7 @@ class Scheduler:
             num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=self._most(draft, room))
             if num_cached is None:
                 return self.admission.lacks(replica, sequence, reserve)
+            growth += self.admission.own_growth(replica, sequence)
             self._start(replica, draft, sequence, num_cached, room)
             num_active += sequence.request.num_seats
         if num_active >= config.max_num_seqs:
