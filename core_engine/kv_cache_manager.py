@@ -75,7 +75,8 @@ class KVCacheManager:
         """The digest of its first block; None: it fills none, or nothing is cached."""
         if not self.enable_prefix_caching or len(sequence.tokens) <= self.block_size:
             return None
-        self._extend_digests(sequence, 1)
+        if not sequence.digests:
+            self._extend_digests(sequence, 1)
         return sequence.digests[0]
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -89,7 +90,8 @@ class KVCacheManager:
         low, high, most = 0, 0, (len(sequence.tokens) - 1) // self.block_size
         while high < most:
             high = min(2 * high + 1, most)
-            self._extend_digests(sequence, high)
+            if len(sequence.digests) < high:
+                self._extend_digests(sequence, high)
             if not self.pool.has(sequence.digests[high - 1]):
                 high -= 1
                 break
@@ -205,11 +207,13 @@ class KVCacheManager:
         return hits
 
     def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:
-        """Know the digests of the first blocks of a waiting sequence."""
-        if len(sequence.digests) < num_blocks:
-            data, size = sequence.tokens.tobytes(), self.block_size * sequence.tokens.itemsize
-            for index in range(len(sequence.digests), num_blocks):
-                self._digest(sequence, index, data[index * size : (index + 1) * size])
+        """Know the digests of the first blocks of a waiting sequence, more than are known."""
+        data, size = (
+            sequence.tokens[: num_blocks * self.block_size].tobytes(),
+            self.block_size * sequence.tokens.itemsize,
+        )
+        for index in range(len(sequence.digests), num_blocks):
+            self._digest(sequence, index, data[index * size : (index + 1) * size])
 
     def _digest(self, sequence: Sequence, index: int, ids: bytes) -> bytes:
         """Chain hash of a block of the sequence; those of all blocks before it are known."""

@@ -66,8 +66,9 @@ class LongestPrefixFirst(WaitingQueue):
 
     def admit(self, sequence: Sequence, num_cached: int) -> None:
         index = self._take(sequence)
-        for passed in itertools.islice(self._sequences, min(index, WINDOW)):
-            count = self._num_passed[passed] = self._num_passed.get(passed, 0) + 1
+        counts = self._num_passed
+        for passed in self._sequences[: min(index, WINDOW)]:
+            count = counts[passed] = counts.get(passed, 0) + 1
             if count == MOST_PASSED:
                 bisect.insort(self._overdue, passed, key=arrival)
 
