@@ -53,8 +53,8 @@ class CudaTransfers:
             What tells up to which step all transfers are complete. For a step without rows it waits as
             ``StepResult.transferred`` says. Called once, by the thread that waits for results.
         """
-        events = []
-        for direction in (TO_HOST, TO_DEVICE):
+        events: list[torch.cuda.Event] = []
+        for direction in (TO_HOST, TO_DEVICE) if len(step.transfers) else ():
             pairs = step.transfers[step.transfers[:, 0] == direction, 1:]
             if len(pairs) and (event := self._launch(direction, pairs)) is not None:
                 events.append(event)
@@ -89,7 +89,7 @@ class CudaTransfers:
         stream = self._streams[direction] if self._streams else None
         numbers = torch.from_numpy(np.ascontiguousarray(pairs))
         with torch.cuda.stream(stream):
-            # Both allocators know this stream, so that neither copy is used again too early.
+            # Both allocators know the stream, so that neither memory is used again too early.
             there = numbers.pin_memory().to(self._device, non_blocking=True) if stream is not None else numbers
             self.copy(there, direction)
             return stream.record_event() if stream is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,9 @@ class HostMemory:
         """
         mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            # Not every kernel has them.
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         pages = np.frombuffer(mapping, np.uint8)
         self.bytes = torch.from_numpy(pages)
         self._unlock = None
