@@ -30,12 +30,14 @@ NUM_SHARDS = 256
 
 
 class Forgotten(NamedTuple):
-    """What ``BlockPool.forget_all`` found cached, in blocks."""
+    """What was found cached, in blocks, when all was forgotten."""
 
     num_free: int
     """They have no holder: their memory is empty now."""
     num_held: int
     """Their memory is back once their holders are gone."""
+    num_host: int = 0
+    """Copies in host memory, whether somebody holds them or not."""
 
 
 class BlockPool:

@@ -240,9 +240,9 @@ class EngineCore:
             self.waiting.push(runner)
 
     def reset_prefix_cache(self) -> Forgotten:
-        """Forget every cached prefix on every replica; what was found, in blocks."""
-        found = [replica.kv.pool.forget_all() for replica in self.replicas]
-        return Forgotten(sum(each.num_free for each in found), sum(each.num_held for each in found))
+        """Forget every cached prefix on every replica and in its host memory; what was found, in blocks."""
+        found = [replica.kv.forget_all() for replica in self.replicas]
+        return Forgotten(*(sum(each) for each in zip(*found, strict=True))) if found else Forgotten(0, 0)
 
     def _limit_of(self, request: Request) -> int:
         params, length, block_size = request.params, len(request.prompt), self.config.block_size

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from core_engine.block import Block
-from core_engine.block_pool import BlockPool
+from core_engine.block_pool import BlockPool, Forgotten
 from core_engine.prefix_hash import block_digest
 from core_engine.request import Sequence
 from shared.messages import Int32
@@ -164,6 +164,11 @@ class KVCacheManager:
         sequence.blocks = []
         sequence.num_hashed = 0
         sequence.borrows = False
+
+    def forget_all(self) -> Forgotten:
+        """Forget every cached prefix in every tier."""
+        found = self.pool.forget_all()
+        return found if self.host is None else found._replace(num_host=sum(self.host.pool.forget_all()))
 
     def promised(self, leaving: Iterable[Sequence]) -> int:
         """Blocks that are free once all of ``leaving`` are gone and transfers complete: nobody else holds them."""
