@@ -52,9 +52,15 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     """``POST /reset_prefix_cache``: nothing that was cached before is found any more, when this has answered.
 
     ``held_blocks`` of what was cached belong to running requests, which go on; they are free when these end.
+    ``host_blocks`` were copies in host memory.
     """
     answer = await request.app[GATEWAY].links.calls.reset_prefix_cache()
-    return json_response({"success": True, "forgotten_blocks": answer.num_forgotten, "held_blocks": answer.num_held})
+    found = {
+        "forgotten_blocks": answer.num_forgotten,
+        "held_blocks": answer.num_held,
+        "host_blocks": answer.num_host,
+    }
+    return json_response({"success": True, **found})
 
 
 def package_version() -> str:

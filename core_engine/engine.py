@@ -11,6 +11,7 @@ import structlog
 from core_engine.core import EngineCore
 from core_engine.engine_config import load_engine_config, scheduler_for
 from core_engine.frontend_link import FrontendLink
+from core_engine.host_memory import host_memory_of
 from core_engine.pressure import Pressure
 from core_engine.replica import Replica
 from core_engine.settle import Settled
@@ -173,7 +174,7 @@ class Engine:
     def _begin_epoch(self, name: str, ready: Ready) -> Replica:
         settings, scheduler = self.settings, self.core.scheduler
         scheduler.config = scheduler_for(settings, scheduler.config.max_model_len, ready.device)
-        refused = self.core.begin_epoch(name, ready.epoch, ready.num_blocks)
+        refused = self.core.begin_epoch(name, ready.epoch, ready.num_blocks, host_memory_of(ready))
         self.core.metrics.cache_configured(
             block_size=settings.block_size,
             num_blocks=ready.num_blocks,
@@ -212,6 +213,13 @@ class Engine:
             f"{max_model_len:,} tokens at the same time",
             epoch=ready.epoch.counter,
         )
+        if ready.num_host_blocks:
+            out, back = ready.transfer_rates
+            log.info(
+                f"worker {name} keeps {ready.num_host_blocks:,} blocks more in host memory: copied there at "
+                f"{out / 1e9:.1f} GB/s, and back at {back / 1e9:.1f} GB/s",
+                epoch=ready.epoch.counter,
+            )
         if tokens < max_model_len:
             log.warning(f"the KV cache holds {tokens:,} tokens: requests longer than that are refused")
 

@@ -83,6 +83,9 @@ def core_config_for(settings: Settings, scheduler: SchedulerConfig, vocab_size: 
         policy=settings.scheduling_policy,
         priority_ageing_s=settings.priority_ageing_s,
         max_output_tokens=settings.max_output_tokens,
+        swap_space=settings.swap_space,
+        kv_offloading_size=settings.kv_offloading_size,
+        preemption_mode=settings.preemption_mode,
     )
 
 

@@ -88,8 +88,11 @@ class FrontendLink:
                 self._on_hello(received.peer, received.message)
             elif isinstance(received.message, ResetPrefixCache):
                 found = self.core.reset_prefix_cache()
-                log.info("prefix cache forgotten", blocks=found.num_free, still_held=found.num_held)
-                self.listener.send(received.peer, PrefixCacheReset(received.message.call, *found))
+                blocks = {"blocks": found.num_free, "still_held": found.num_held, "in_host_memory": found.num_host}
+                log.info("prefix cache forgotten", **blocks)
+                call = received.message.call
+                reset = PrefixCacheReset(call, found.num_free, found.num_held, num_host=found.num_host)
+                self.listener.send(received.peer, reset)
             else:
                 self.child.receive(received.peer, received.boot, received.message)
 

@@ -24,6 +24,7 @@ from core_engine.metrics import EngineMetrics
 from core_engine.request import Request, Sequence
 from core_engine.transfer_costs import TransferCosts
 from core_engine.transfers import TO_DEVICE, TO_HOST, Transfer, Transfers
+from shared.messages import Ready
 
 if TYPE_CHECKING:
     from core_engine.kv_cache_manager import KVCacheManager
@@ -37,6 +38,13 @@ class HostMemorySpec:
     block_bytes: int
     rates: tuple[float, float] = (0.0, 0.0)
     """Bytes per second to the host and to the device; 0: not known."""
+
+
+def host_memory_of(ready: Ready) -> HostMemorySpec | None:
+    """None: the worker has none."""
+    if not ready.num_host_blocks:
+        return None
+    return HostMemorySpec(ready.num_host_blocks, ready.block_bytes, ready.transfer_rates)
 
 
 class Swapped:

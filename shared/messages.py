@@ -285,6 +285,8 @@ class PrefixCacheReset:
     num_forgotten: int
     num_held: int
     error: ErrorInfo | None = None
+    num_host: int = 0
+    """Copies in host memory."""
 
 
 # -- links -----------------------------------------------------------------------------------------------------------

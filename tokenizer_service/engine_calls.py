@@ -21,6 +21,7 @@ class _Open:
     """Engines that have not answered."""
     num_forgotten: int = 0
     num_held: int = 0
+    num_host: int = 0
 
 
 class EngineCalls:
@@ -64,6 +65,8 @@ class EngineCalls:
         call.asked.remove(engine)
         call.num_forgotten += answer.num_forgotten
         call.num_held += answer.num_held
+        call.num_host += answer.num_host
         if not call.asked:
             del self._open[answer.call]
-            self._send_up(call.peer, PrefixCacheReset(call.call, call.num_forgotten, call.num_held))
+            reset = PrefixCacheReset(call.call, call.num_forgotten, call.num_held, num_host=call.num_host)
+            self._send_up(call.peer, reset)

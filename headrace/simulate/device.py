@@ -33,6 +33,8 @@ class Device:
     memory_bytes: int | None = None
     weights_bytes: int | None = None
     kv_bytes_per_token: int | None = None
+    copy_rates: tuple[float, float] = (5e9, 5e9)
+    """Bytes per second of KV blocks to host memory and back."""
     source: str = ""
     """Where the numbers come from, for a reader."""
 
@@ -52,6 +54,7 @@ PRESETS = {
             kind="cuda",
             costs=StepCosts(step=4.23e-3, token=1.22e-5, more_token=1.03e-5, context=3.24e-8, pair=1.2e-9),
             pads_steps=True,
+            copy_rates=(50e9, 50e9),
             memory_bytes=140 * GIB,
             weights_bytes=16_060_522_496,
             kv_bytes_per_token=131_072,
@@ -62,6 +65,7 @@ PRESETS = {
             kind="cuda",
             costs=StepCosts(step=9.17e-4, token=1.29e-6, more_token=6.82e-7, context=3.17e-8, pair=5.2e-10),
             pads_steps=True,
+            copy_rates=(50e9, 50e9),
             memory_bytes=140 * GIB,
             weights_bytes=1_192_099_840,
             kv_bytes_per_token=114_688,
@@ -95,8 +99,11 @@ def load_device(name: str) -> Device:
         with open(name, encoding="utf-8") as file:
             fields = json.load(file)
         fields["costs"] = StepCosts(**fields["costs"])
+        if "copy_rates" in fields:
+            to_host, to_device = fields["copy_rates"]
+            fields["copy_rates"] = to_host, to_device
         device = Device(**{"name": name} | fields)
-        numbers = [*device.costs, device.gap_s, device.latency_s, device.request_s]
+        numbers = [*device.costs, device.gap_s, device.latency_s, device.request_s, *device.copy_rates]
         if device.kind not in ("cpu", "cuda") or not all(0.0 <= number < math.inf for number in numbers):
             raise ValueError("kind is cpu or cuda, and all times are 0 or more")
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -21,7 +21,7 @@ from headrace.simulate.figures import Figures
 from headrace.simulate.fit import fit_device, read_step_log
 from headrace.simulate.flags import DEFAULT_DEVICE, PROG, parse_flags, sweep_flag
 from headrace.simulate.generate import generate
-from headrace.simulate.memory import Memory, find_memory, with_model
+from headrace.simulate.memory import Memory, find_host_memory, find_memory, with_model
 from headrace.simulate.report import sweep_head, sweep_row, text_report
 from headrace.simulate.run import Simulator
 from headrace.simulate.trace import VOCAB_SIZE, TraceRequest, read_trace, write_trace
@@ -82,6 +82,7 @@ def simulate(plan: Plan) -> Figures:
         plan.device,
         plan.trace,
         num_blocks=plan.memory.num_blocks,
+        host=find_host_memory(plan.settings, plan.device),
         num_replicas=plan.settings.data_parallel_size,
         max_connections=plan.settings.max_connections,
         max_concurrency=plan.args.max_concurrency,

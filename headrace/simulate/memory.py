@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from core_engine.host_memory import HostMemorySpec
 from headrace.simulate.device import GIB, Device
 from shared.config import Settings
 from shared.errors import StartupError
@@ -61,6 +62,22 @@ def find_memory(settings: Settings, device: Device) -> Memory:
         raise StartupError(f"no KV cache fits: {words}")
     tokens = (num_blocks - 1) * settings.block_size
     return Memory(num_blocks, f"{words} = {tokens:,} tokens of {per_token:,} bytes")
+
+
+def find_host_memory(settings: Settings, device: Device) -> HostMemorySpec | None:
+    """The blocks of ``--swap-space`` and ``--kv-offloading-size``; None: there is none.
+
+    Raises:
+        StartupError: what a block takes is not known.
+    """
+    size = int((settings.swap_space + settings.kv_offloading_size) * GIB)
+    if not size:
+        return None
+    if device.kv_bytes_per_token is None:
+        raise StartupError("what a block in host memory takes is not known: give --model or --kv-bytes-per-token")
+    halves = 2 if settings.kv_cache_dtype.startswith("fp8") else 1
+    block_bytes = device.kv_bytes_per_token // halves * settings.block_size
+    return HostMemorySpec(size // block_bytes, block_bytes, device.copy_rates)
 
 
 def _cache_bytes(settings: Settings, device: Device) -> tuple[int, str]:

@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from core_engine.core import CoreConfig, EngineCore
 from core_engine.engine import GC_THRESHOLDS
+from core_engine.host_memory import HostMemorySpec
 from core_engine.request import Request
+from headrace.simulate.copies import Copies
 from headrace.simulate.device import Device
 from headrace.simulate.gaps import GapHistogram
 from headrace.simulate.timeline import Cause, Timeline
@@ -71,6 +73,7 @@ class Simulator:
 
     Args:
         num_blocks: KV blocks of each replica, the null block included.
+        host: those that each has in host memory; None: none.
         max_connections: requests at once that the gateway serves; more are refused.
         max_concurrency: requests at once that the clients send; more wait at them, which is in no latency.
         isolated: what a user's requests have cached is for that user alone.
@@ -83,6 +86,7 @@ class Simulator:
         trace: SequenceOf[TraceRequest],
         *,
         num_blocks: int,
+        host: HostMemorySpec | None = None,
         num_replicas: int = 1,
         max_connections: int | None = None,
         max_concurrency: int | None = None,
@@ -97,8 +101,9 @@ class Simulator:
         self.refused: Counter[str] = Counter()
         self._core = EngineCore(config, clock=lambda: self.now)
         for number in range(num_replicas):
-            self._core.begin_epoch(f"w{number}", Epoch(1, number), num_blocks)
+            self._core.begin_epoch(f"w{number}", Epoch(1, number), num_blocks, host)
         self._replicas = list(self._core.replicas)
+        self._copies = [None if host is None else Copies(host) for _ in range(num_replicas)]
         self._free_at = [0.0] * num_replicas
         self._ends: list[tuple[float, int, int, float]] = []
         """Heap of the steps in flight: end, order, replica, time on the device."""
@@ -181,11 +186,18 @@ class Simulator:
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def _launch(self, index: int, step: Step) -> None:
-        replica = self._replicas[index]
+        replica, copies = self._replicas[index], self._copies[index]
         load = replica.window[-1].load
-        seconds = self.device.seconds(load)
         free_at = self._free_at[index]
         began = max(free_at, self.now + self.device.latency_s)
+        copied_at = began if copies is None else copies.start(step, self.now)
+        if not load.tokens:
+            # Its result waits for the copies, and those of later steps are behind it.
+            self._free_at[index] = max(began, copied_at)
+            self._order += 1
+            heapq.heappush(self._ends, (self._free_at[index], self._order, index, 0.0))
+            return
+        seconds = self.device.seconds(load)
         end = self._free_at[index] = began + self.device.gap_s + seconds
         self._busy_s += end - began
         self._steps += 1
@@ -210,7 +222,9 @@ class Simulator:
     def _settle(self, index: int, seconds: float) -> None:
         replica = self._replicas[index]
         step = replica.window[0]
-        result = StepResult(replica.epoch, step.number, self._sample(index, step.sampled), NOTHING, compute_s=seconds)
+        copies, tokens = self._copies[index], self._sample(index, step.sampled)
+        transferred = 0 if copies is None else copies.complete(step.number, self.now)
+        result = StepResult(replica.epoch, step.number, tokens, NOTHING, compute_s=seconds, transferred=transferred)
         settled = self._core.settle(replica, result)
         handles = settled.rows[:, 0]
         is_first = settled.rows[:, 2] == 0
