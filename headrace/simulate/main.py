@@ -119,7 +119,11 @@ def _sweep(argv: Sequence[str], args: argparse.Namespace) -> int:
     plan = None
     print(sweep_head(name))
     for value in values:
-        plan = prepare([*argv, sweep_flag(name, value)])
+        try:
+            plan = prepare([*argv, sweep_flag(name, value)])
+        except StartupError as error:
+            print(f"{value:>24}  {error}", flush=True)
+            continue
         figures = simulate(plan)
         print(sweep_row(value, figures), flush=True)
         if figures.completed:
@@ -130,7 +134,7 @@ def _sweep(argv: Sequence[str], args: argparse.Namespace) -> int:
         from headrace.simulate.plot import draw_sweep
 
         draw_sweep(args.plot, name, [value for value, _ in done], [figures for _, figures in done], _title(plan))
-    return EXIT_OK if done else EXIT_FAILURE
+    return EXIT_OK if done else EXIT_CONFIG if plan is None else EXIT_FAILURE
 
 
 # -- what is simulated -----------------------------------------------------------------------------------------------
@@ -183,10 +187,14 @@ def _describe(plan: Plan) -> None:
     device, costs, replicas = plan.device, plan.device.costs, plan.settings.data_parallel_size
     _note(f"Device: {device.name}, {device.source}" + (f"; {replicas} replicas" if replicas > 1 else ""))
     _note(
-        f"  a step takes {1e3 * (costs.step + device.gap_s):.3g} ms, {1e6 * costs.token:.3g} us a token, "
-        f"{1e3 * 1000 * costs.context:.3g} ms per 1,000 tokens of context; {1e3 * device.latency_s:.2g} ms from idle"
+        f"  a step takes {_shown(1e3 * (costs.step + device.gap_s))} ms, {_shown(1e6 * costs.token)} us a token, "
+        f"{_shown(1e6 * costs.context)} ms per 1,000 tokens of context; {_shown(1e3 * device.latency_s)} ms from idle"
     )
     _note(f"KV cache: {plan.memory.words}")
+
+
+def _shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _title(plan: Plan) -> str:

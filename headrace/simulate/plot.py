@@ -78,6 +78,8 @@ def _tokens(axes: Axes, edges: Floats, rates: Floats, figures: Figures) -> None:
 
 
 def _requests(axes: Axes, edges: Floats, series: dict[str, Floats], max_num_seqs: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     _filled(axes, edges, series["running"], RUNNING, "running")
     axes.stairs(series["waiting"], edges, color=WAITING, linewidth=1.4, label="waiting")
     most = max(series["running"].max(), series["waiting"].max(), 1.0)
@@ -85,6 +87,7 @@ def _requests(axes: Axes, edges: Floats, series: dict[str, Floats], max_num_seqs
         level(axes, max_num_seqs, "seats", f"{max_num_seqs:,}")
         most = max(most, max_num_seqs)
     axes.set_ylim(0, 1.2 * most)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_title("Requests", loc="left", fontsize=11, color=INK)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 1.2), ncols=2, frameon=False, fontsize=9, labelcolor=INK)

@@ -122,6 +122,14 @@ def test_flags_that_contradict_each_other(flags: list[str], capsys: pytest.Captu
     assert "headrace simulate: error: " in capsys.readouterr().err
 
 
+def test_a_value_of_a_sweep_that_cannot_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--sweep", "gpu-memory=8,80"]) == 0
+    _, small, large = capsys.readouterr().out.splitlines()
+    assert small.split()[:5] == ["8", "no", "KV", "cache", "fits:"]
+    assert large.split()[0] == "80"
+    assert main([*QUICK, "--sweep", "gpu-memory=7,8"]) == 78
+
+
 def test_nothing_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--max-model-len", "3"]) == 1
     assert "No request could run." in capsys.readouterr().out
