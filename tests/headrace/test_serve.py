@@ -214,7 +214,7 @@ def test_removed_run_directory_is_made_again_under_a_stream(
 
 
 def test_running_request_is_answered_to_its_end_after_sigterm(start: Callable[..., Server]) -> None:
-    server = start("--data-parallel-size=2")
+    server = start("--data-parallel-size=2", "--shutdown-timeout=120")
     assert "Paris" in server.answer()
     stream = stream_chat(server.url, QUESTION | {"max_tokens": 100, "ignore_eos": True})
     next(stream)
