@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         held = sum(block.ref > 0 for blocks in self.copies.values() for block in blocks)
         free = sum(map(len, self.copies.values())) - held
-        assert self.pool.forget_all() == (free, held)
+        assert self.pool.forget_all() == (free, held, 0)
         self.copies = {}
         self.old = {block for table in self.tables for block in table}
         assert self.pool.fill == self.pool.usage
