@@ -299,7 +299,7 @@ class EngineMachine(RuleBasedStateMachine):
             roots = {root_digest(salt) for salt in ("", "x")}
             for block in pool._blocks:
                 if block.digest is not None:
-                    parent = pool._by_digest.get(block.parent)
+                    parent = pool._shards[block.parent[0]].get(block.parent)
                     assert block.parent in roots if parent is None else parent.digest == block.parent, "no parent"
                     state, found = ROOT if parent is None else int(kv[parent.id, -1]), []
                     for token in np.frombuffer(block.ids, np.int32).tolist():
