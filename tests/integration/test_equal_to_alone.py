@@ -87,14 +87,17 @@ class Stack:
         self.core.begin_epoch("worker", Epoch(1, 1), num_blocks + 1)
         self.replica = self.core.replicas[0]
         self.answers: dict[tuple[str, int], Answer] = {}
+        self.requests: list[Request] = []
+        self.num_prefilled = 0
+        """Prompt tokens that were computed."""
 
     def run(self, jobs: list[Job]) -> dict[tuple[str, int], Answer]:
         """The answers by request and choice."""
-        arriving, requests = deque(sorted(jobs, key=lambda job: job.arrives)), list[Request]()
+        arriving, requests = deque(sorted(jobs, key=lambda job: job.arrives)), self.requests
         window: deque[Step] = deque()
         for clock in itertools.count():
             while arriving and (arriving[0].arrives <= clock or not window):
-                requests.append(self._submit(arriving.popleft(), len(requests)))
+                self._submit(arriving.popleft(), len(requests))
             self.core.scheduler.admission.expected_ratio = LEAST_RATIO  # so hopeful that memory does run short
             while (step := self.core.plan(self.replica)) is not None:
                 window.append(step)
@@ -117,15 +120,16 @@ class Stack:
     def metric(self, name: str) -> float:
         return sum(value for each, _, value in self.core.metrics.samples(self.core.replicas, 0) if each == name)
 
-    def _submit(self, job: Job, order: int) -> Request:
+    def _submit(self, job: Job, order: int) -> None:
         stops, prompt = frozenset(job.params.stop_token_ids), np.array(job.prompt, np.int32)
         request = Request(job.name, job.params, prompt, order, 0.0, stops, priority=order % 3, tenant="ab"[order % 2])
         for sequence in self.core.submit(request, dict.fromkeys(range(job.params.n), NO_IDS)):
             self.answers[job.name, sequence.choice] = Answer()
-        return request
+        self.requests.append(request)
 
     def _settle(self, step: Step) -> None:
         output = self.runner.launch(step).wait()
+        self.num_prefilled += int(step.prefill[:, 2].sum())
         tokens = np.asarray(output.tokens, np.int32)
         result = StepResult(
             step.epoch, step.number, tokens, NO_IDS, output.logprobs, prompt_logprobs=output.prompt_logprobs
@@ -224,6 +228,22 @@ def test_same_bits_as_alone(
     assert (stack.metric("vllm:prefix_cache_hits_total") > 0) == caching or pool == "just_one"
     if pool != "ample":
         assert stack.metric("vllm:num_preemptions_total") > 0
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 64])
+def test_a_prompt_that_comes_three_times(tiny_models: TinyModels, runners: Runners, length: int) -> None:
+    """What is cached of it are whole blocks, as much each time, and never its last token."""
+    folder = tiny_models.folder("qwen3", num_hidden_layers=2)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=2)
+    prompt = random.Random(length).choices(range(5, VOCABULARY), k=length)
+    stack = Stack(runners.of(folder, "float32"), num_blocks=POOLS["ample"], chunked=True)
+    for index in range(3):
+        before = stack.num_prefilled
+        stack.run([Job(f"r{index}", prompt, params, 0)])
+        cached = (length - 1) // BLOCK_SIZE * BLOCK_SIZE if index else 0
+        assert stack.requests[index].sequences[0].cached_tokens == cached
+        assert stack.num_prefilled - before == length - cached
+        assert stack.answers[f"r{index}", 0] == stack.answers["r0", 0]
 
 
 @pytest.mark.slow
