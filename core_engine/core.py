@@ -125,7 +125,7 @@ class EngineCore:
         Raises:
             RequestError: it can never run, or the queue is full; nothing was queued.
         """
-        limit = self._limit_of(request)
+        limit = self._limit_of(request, self.kv_capacity)
         if request.params.beam_width is not None:
             self._check_search(request)
         if bounded and not any(ids.size for ids in generated.values()):
@@ -244,19 +244,19 @@ class EngineCore:
         found = [replica.kv.forget_all() for replica in self.replicas]
         return Forgotten(*(sum(each) for each in zip(*found, strict=True))) if found else Forgotten(0, 0)
 
-    def _limit_of(self, request: Request) -> int:
+    def _limit_of(self, request: Request, kv_capacity: int | None) -> int:
         params, length, block_size = request.params, len(request.prompt), self.config.block_size
         limit = sequence_limit(
             length,
             params.max_tokens,
             max_model_len=self.config.scheduler.max_model_len,
-            kv_capacity=self.kv_capacity,
+            kv_capacity=kv_capacity,
             block_size=block_size,
             max_output_tokens=self.config.max_output_tokens,
         )
-        if params.beam_width is None or self.kv_capacity is None:
+        if params.beam_width is None or kv_capacity is None:
             return limit
-        is_fixed, num_blocks = params.max_tokens is not None, self.kv_capacity // block_size
+        is_fixed, num_blocks = params.max_tokens is not None, kv_capacity // block_size
         return search_limit(
             length, limit, params.beam_width, is_fixed=is_fixed, num_blocks=num_blocks, block_size=block_size
         )
@@ -377,12 +377,24 @@ class EngineCore:
             kv.host = make_host_memory(kv, host, costs, shares, self.config.preemption_mode, self.metrics)
         self.replicas.append(Replica(name, epoch, kv, slots, self.waiting, step_time, self.clock()))
         self.metrics.epochs.inc()
+        return self._refuse(list(self.waiting), self.kv_capacity)
+
+    def refuse_homeless(self) -> list[tuple[Sequence, RequestError]]:
+        """After the loss of a worker, end and return the waiting sequences that no other one has enough memory for;
+        without any worker none, as the next one may have it."""
+        if not self.replicas:
+            return []
+        most = max(replica.kv.capacity for replica in self.replicas)
+        return self._refuse([each for each in self.waiting if each.limit > most or each.request.search], most)
+
+    def _refuse(self, waiting: list[Sequence], kv_capacity: int | None) -> list[tuple[Sequence, RequestError]]:
+        """End those that do not fit a KV cache of so many tokens."""
         refused: list[tuple[Sequence, RequestError]] = []
-        for sequence in list(self.waiting):
+        for sequence in waiting:
             try:
-                sequence.limit = self._limit_of(sequence.request)
+                sequence.limit = self._limit_of(sequence.request, kv_capacity)
                 if len(sequence.tokens) >= sequence.limit:
-                    raise RequestError(f"{len(sequence.tokens)} tokens do not fit the KV cache of the new worker")
+                    raise RequestError(f"{len(sequence.tokens)} tokens do not fit the KV cache of a worker")
             except RequestError as error:
                 for each in sequence.request.sequences if sequence.request.search is not None else [sequence]:
                     self.end(each, FinishReason.ERROR)

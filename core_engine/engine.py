@@ -196,6 +196,8 @@ class Engine:
             log.error("a request is ended because workers are lost when they compute it", request_id=convicted.rid)
             words = f"the request was stopped: {CONVICT} times a worker was lost that computed nothing else: {reason}"
             self.frontends.fail(convicted.sequences[-1], RequestError(words, code=ErrorCode.POISON))
+        for sequence, error in self.core.refuse_homeless():
+            self.frontends.fail(sequence, error)
         self.frontends.announce()
 
     def _on_leaving(self) -> None:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from core_engine.beam_search import BeamSearch
+from core_engine.beam_search import BeamSearch, beam_blocks
 from core_engine.block import Block
 from core_engine.host_memory import HostMemory
 from core_engine.kv_cache_manager import KVCacheManager
@@ -126,6 +126,14 @@ class Replica:
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.slot is not None and self.slots.sequences[sequence.slot] is sequence
+
+    def may_hold(self, sequence: Sequence) -> bool:
+        """Whether all of its memory is enough for the beams of a search; a sequence alone goes elsewhere in time."""
+        search, kv = sequence.request.search, self.kv
+        if search is None:
+            return True
+        most = beam_blocks(sequence.prompt_len, sequence.limit, search.width, kv.block_size)
+        return most <= kv.pool.num_blocks - 1
 
     def decode_slots(self) -> Slots:
         """[d] slots to decode in this step, in the order in which they began to. A new array after each change."""

@@ -124,7 +124,7 @@ def choose(sequence: Sequence, prospects: Iterable[Prospect]) -> Prospect | None
     """
     choices = []
     for prospect in prospects:
-        if prospect.is_open:
+        if prospect.is_open and prospect.replica.may_hold(sequence):
             kv = prospect.replica.kv
             num_cached = num_reachable = kv.num_cached(sequence)
             if kv.host is not None:

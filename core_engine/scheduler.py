@@ -362,7 +362,8 @@ class Scheduler:
                 underway.add(sequence)
 
     def _admissible(self, replica: Replica) -> Iterable[Sequence]:
-        return self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting
+        found = self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting
+        return found if len(self.router.replicas) == 1 else filter(replica.may_hold, found)
 
     def _place(self, replica: Replica, draft: Draft, sequence: Sequence, num_cached: int, num_loaded: int) -> None:
         self.waiting.admit(sequence, num_cached)

@@ -379,6 +379,8 @@ class Simulation:
         if convicted is not None:
             self.convicted.append(convicted.rid)
             self.fail(convicted)
+        for sequence, _ in self.core.refuse_homeless():
+            self.fail(sequence.request)
         del self.workers[replica], self.in_flight[replica]
 
     def fail(self, request: Request) -> None:

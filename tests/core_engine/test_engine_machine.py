@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 POOLS = (11, 12, 16, 28, 60)
 """Blocks of 4, the null block included; sequences of up to ``MAX_MODEL_LEN`` tokens just fit the smallest."""
+SMALL = 6
+"""Of a worker that lacks memory for some of them."""
 MAX_MODEL_LEN = 40
 MOST_REPLICAS = 3
 ROOT = 7
@@ -234,7 +236,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.let_go()
 
     @precondition(lambda self: len(self.core.replicas) < MOST_REPLICAS)
-    @rule(num_blocks=st.sampled_from(POOLS))
+    @rule(num_blocks=st.sampled_from([*POOLS, SMALL]))
     def join(self, num_blocks: int) -> None:
         self.simulation.start_worker(num_blocks)
 
@@ -315,7 +317,7 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.core.is_ready:
             self.simulation.start_worker(POOLS[-1])
         self.simulation.run()
-        assert not self.simulation.live()
+        assert not self.simulation.live(), self.simulation.live()
         self.simulation.check_outputs()
         self.simulation.check_empty()
         self.check_searches()

@@ -13,6 +13,7 @@ from core_engine import core as core_module
 from core_engine.replica import Replica
 from core_engine.routing import Router
 from core_engine.scheduler import Scheduler
+from shared.messages import FinishReason
 from tests.core_engine.simulation import VOCAB, Simulation
 from tests.core_engine.test_schedules import drive, options
 
@@ -145,3 +146,42 @@ def test_a_router_that_starves_is_caught(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(core_module, "Router", LeavesAllToOthers)
     with pytest.raises(AssertionError):
         test_from_one_to_three_and_back()
+
+
+@pytest.mark.parametrize("max_tokens", [40, None])
+def test_who_has_too_little_memory_left_is_told(max_tokens: int | None) -> None:
+    """The worker that had enough is lost; what the small one that is left holds goes on there."""
+    simulation = Simulation(28, max_model_len=64)
+    small, large = (
+        simulation.submit([first] * 10, max_tokens=most, ignore_eos=True) for first, most in ((5, 10), (6, max_tokens))
+    )
+    for _ in range(4):
+        simulation.tick()
+    simulation.start_worker(6)
+    simulation.kill_worker(simulation.replica)
+    simulation.run()
+    assert small.sequences[0].finish_reason is FinishReason.LENGTH
+    assert large.sequences[0].finish_reason is (FinishReason.LENGTH if max_tokens is None else FinishReason.ERROR)
+    assert max_tokens is not None or len(simulation.outputs[large.rid, 0]) == 10
+    simulation.check_outputs()
+    simulation.check_empty()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_search_goes_where_all_its_beams_have_room(lost: bool) -> None:
+    """A smaller worker joins; the larger one takes the search back, or is lost."""
+    simulation = Simulation(28, max_model_len=64)
+    request = simulation.submit([5] * 10, beam_width=4, n=4, temperature=0.0, max_tokens=12, ignore_eos=True)
+    for _ in range(4):
+        simulation.tick()
+    simulation.start_worker(12)
+    for sequence in request.sequences:
+        simulation.core.rest(sequence, True)
+    simulation.tick()
+    for sequence in request.sequences:
+        simulation.core.rest(sequence, False)
+    if lost:
+        simulation.kill_worker(simulation.replica)
+    simulation.run()
+    assert {each.finish_reason for each in request.sequences} == {FinishReason.ERROR if lost else FinishReason.LENGTH}
+    simulation.check_empty()
