@@ -140,7 +140,7 @@ def test_cached_tokens_are_found_by_bisection() -> None:
     kv = simulation.core.replicas[0].kv
     for length, expected in ((40, 40), (39, 36), (17, 16), (3, 0)):
         sequence = simulation.submit([*prompt(length, 0), 96]).sequences[0]
-        assert kv.num_cached(sequence) == expected == len(kv._match(sequence)) * kv.block_size
+        assert kv.num_cached(sequence) == expected == len(kv.match(sequence)) * kv.block_size
     scored = simulation.submit(prompt(40, 0), prompt_logprobs=1).sequences[0]
     assert kv.num_cached(scored) == 0
 
