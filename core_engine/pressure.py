@@ -90,7 +90,8 @@ class Pressure:
         return self._preemptions(now) + self._queue(now, wait)
 
     def _read(self) -> Wait | None:
-        """What most plans since the last look left the first one waiting for; None: nobody waits."""
+        """What most plans since the last look left the first one waiting for, or, during a long step, those before it;
+        None: nobody waits."""
         found: Counter[Wait] = Counter()
         for replica in self._core.replicas:
             found += replica.waits
@@ -99,7 +100,8 @@ class Pressure:
             return None
         if not self._core.replicas:
             return Wait.WORKER
-        return max(found, key=found.__getitem__, default=Wait.STEP)
+        before = self._core.metrics.waiting_for
+        return max(found, key=found.__getitem__, default=before if before in ADVICE else Wait.STEP)
 
     def _preemptions(self, now: float) -> list[str]:
         metrics, core = self._core.metrics, self._core

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from core_engine import pressure
 from core_engine.pressure import ADVICE, PATIENCE_S, SILENCE_S, Pressure, Wait
 from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread
 from tests.core_engine.simulation import VOCAB, Simulation
@@ -171,6 +172,37 @@ def test_an_engine_reports_what_is_waited_for(tmp_path: Path) -> None:
         front.wait(lambda: front.metric(name, reason=Wait.SEATS.value) == 2)
         assert front.metric(name, reason=Wait.BLOCKS.value) == 0
         assert len(engine.core.waiting) == 2
+
+
+def test_an_engine_says_what_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pressure, "LOOK_S", 0.01)
+    monkeypatch.setattr(pressure, "PATIENCE_S", 0.0)
+    running = RunningEngine(tmp_path, watermark=0.6)
+    with running, WorkerThread(running.workers, num_blocks=70), FrontEnd(running.front) as front:
+        front.wait_ready()
+        for first in range(4):
+            front.submit([first, *range(40)], max_tokens=150, ignore_eos=True)
+        front.wait_over()
+    said = [line for line in capsys.readouterr().out.splitlines() if "although" in line]
+    assert len(said) == 1
+    assert "--watermark" in said[0]
+    assert "warning" in said[0]
+
+
+def test_a_long_step_changes_no_reason() -> None:
+    watched = Watched(20, enable_prefix_caching=False)
+    watched.submit(10, max_tokens=60)
+    watched.tick(2)
+    watched.submit(60, max_tokens=4)
+    watched.tick(3)
+    assert watched.waits[-1] is Wait.RESERVE
+    for _ in range(4):
+        watched.simulation.now += 1.0
+        watched.said += [(watched.simulation.now, words) for words in watched.pressure.look()]
+    assert watched.by_reason()["kv_reserve"] == 1
+    assert len(watched.said) == 1
 
 
 def test_without_a_worker_there_is_nothing_to_change() -> None:
