@@ -337,7 +337,7 @@ def test_forgotten_blocks_are_never_hit_again() -> None:
     assert cached_lengths(kv, [prompt, conversation(1, 8)]) == [0, 0]
     kv.release(running)
     assert kv.pool.fill == 0.0
-    assert kv.pool.forget_all() == (0, 0)
+    assert kv.pool.forget_all() == (0, 0, 0)
     run_through(kv, prompt)
     assert cached_lengths(kv, [prompt]) == [8]
     kv.pool.check()
