@@ -13,7 +13,9 @@ outlives its extensions (``core_engine.block_pool``).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -208,10 +210,13 @@ class HostMemory:
         """
         if sequence.scoring or not (sequence.swapped is not None or self.pool.is_tier):
             return False
+        kv = self.kv
+        if kv.blocks_for(len(sequence.tokens)) - kv.num_cached(sequence) // kv.block_size + reserve > kv.pool.num_free:
+            return False  # whatever is found here
         cached, found, must_wait = self._continuation(sequence)
         if must_wait or not found or not self._is_worth_it(sequence, len(cached), len(found)):
             return must_wait
-        kv, num_cached = self.kv, len(cached)
+        num_cached = len(cached)
         num_fresh = kv.blocks_for(len(sequence.tokens)) - num_cached
         if num_fresh + sum(block.ref == 0 for block in cached) + reserve > kv.pool.num_free:
             return False
@@ -220,7 +225,7 @@ class HostMemory:
         for block in cached:
             kv.pool.hold(block, is_hit=sequence.num_preemptions == 0)
         blocks = cached + [kv.pool.take() for _ in range(num_fresh)]
-        names = kv.names(sequence, num_cached, num_cached + len(found))
+        names = list(kv.names(sequence, num_cached, num_cached + len(found)))
         load = Load(self, sequence, blocks, num_cached, found, names)
         self.loads[sequence] = sequence.load = load
         self.transfers.queue(load)
@@ -232,10 +237,7 @@ class HostMemory:
         if sequence.scoring or not (self.pool.is_tier or self._holds(sequence)):
             return num_cached
         size = self.kv.block_size
-        for index in range(num_cached // size, (len(sequence.tokens) - 1) // size):
-            if self._copy_at(sequence, index) is None:
-                return index * size
-        return max(num_cached, (len(sequence.tokens) - 1) // size * size)
+        return num_cached + size * sum(1 for _ in self._copies_from(sequence, num_cached // size))
 
     def drop_inadmissible(self, turn: Request | None, suspects: dict[Request, None], *, is_leaving: bool) -> None:
         """Drop the loads of those that may not start here: all but a suspect's in its turn, and suspects otherwise."""
@@ -247,33 +249,32 @@ class HostMemory:
     def _continuation(self, sequence: Sequence) -> Continuation:
         cached = self.kv.match(sequence)
         found: list[HostBlock] = []
-        for index in range(len(cached), (len(sequence.tokens) - 1) // self.kv.block_size):
-            copy = self._copy_at(sequence, index)
-            if copy is None:
-                break
+        for copy in self._copies_from(sequence, len(cached)):
             if not copy.is_ready:
-                if copy is self._own_copy(sequence, index):
+                if copy is self._own_copies(sequence).get(len(cached) + len(found)):
                     return Continuation(cached, found, True)
                 break
             found.append(copy)
         is_coming = False
-        if found and self.loads and (names := self.kv.names(sequence, len(cached), len(cached) + 1)):
+        if found and self.loads and (names := list(self.kv.names(sequence, len(cached), len(cached) + 1))):
             is_coming = any(load.copies(names[0][0]) for load in self.loads.values())
         return Continuation(cached, found, is_coming)
 
-    def _own_copy(self, sequence: Sequence, index: int) -> HostBlock | None:
-        swapped = sequence.swapped
-        return None if swapped is None or swapped.host is not self else swapped.copies.get(index)
+    def _own_copies(self, sequence: Sequence) -> dict[int, HostBlock]:
+        return sequence.swapped.copies if sequence.swapped is not None and self._holds(sequence) else {}
 
-    def _copy_at(self, sequence: Sequence, index: int) -> HostBlock | None:
-        """The copy of a block of a waiting sequence: its own, else one of the tier."""
-        copy = self._own_copy(sequence, index)
-        if copy is not None:
-            return copy
-        if not self.pool.is_tier or not self.kv.enable_prefix_caching:
-            return None
-        ((digest, parent, ids),) = self.kv.names(sequence, index, index + 1)
-        return self.pool.find(digest, parent, ids)
+    def _copies_from(self, sequence: Sequence, first: int) -> Iterator[HostBlock]:
+        """The copies of the blocks of a waiting sequence from ``first`` on, up to the first that has none or holds the
+        last token: its own, else those of the tier."""
+        own, end = self._own_copies(sequence), (len(sequence.tokens) - 1) // self.kv.block_size
+        names = self.kv.names(sequence, first, end) if self.pool.is_tier else ()
+        for index, name in itertools.zip_longest(range(first, end), names):
+            copy = own.get(index)
+            if copy is None and name is not None:
+                copy = self.pool.find(*name)
+            if copy is None:
+                return
+            yield copy
 
     def _holds(self, sequence: Sequence) -> bool:
         return sequence.swapped is not None and sequence.swapped.host is self

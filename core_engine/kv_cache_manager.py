@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -177,21 +177,16 @@ class KVCacheManager:
             holders.update(self.host.leaving())
         return sum(count == block.ref for block, count in holders.items())
 
-    def names(self, sequence: Sequence, first: int, end: int) -> list[tuple[bytes, bytes, bytes]]:
+    def names(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """What the prefix map calls the full blocks ``first`` to ``end`` of a waiting sequence: digest, digest of the
         block before, ids. Nothing if it calls them nothing."""
         if not self.enable_prefix_caching:
-            return []
-        self._extend_digests(sequence, end)
-        size = self.block_size
-        return [
-            (
-                sequence.digests[index],
-                _parent(sequence, index),
-                sequence.tokens[index * size : (index + 1) * size].tobytes(),
-            )
-            for index in range(first, end)
-        ]
+            return
+        self._extend_digests(sequence, first)
+        data, size = sequence.tokens.tobytes(), self.block_size * sequence.tokens.itemsize
+        for index in range(first, end):
+            ids = data[index * size : (index + 1) * size]
+            yield self._digest(sequence, index, ids), _parent(sequence, index), ids
 
     def match(self, sequence: Sequence) -> list[Block]:
         """The longest run of cached blocks that the sequence's tokens, all but the last, begin with."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from core_engine import core as core_module
-from core_engine.block import Block
+from core_engine import host_memory as host_memory_module
+from core_engine.block import Block, HostBlock
 from core_engine.core import EngineCore
+from core_engine.host_memory import HostMemory, Outgoing
+from core_engine.host_pool import HostPool
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.replica import Replica
 from core_engine.request import Exit, Sequence
+from core_engine.transfers import Transfer, Transfers
 from shared.errors import RequestError
 from shared.messages import Epoch, FinishReason
 from tests.core_engine.simulation import Corrupt, Simulation
@@ -21,7 +26,7 @@ from tests.core_engine.test_schedules import drive
 def fails(simulation: Simulation, seed: int) -> bool:
     try:
         drive(simulation, seed)
-    except (AssertionError, IndexError, ValueError):
+    except (AssertionError, IndexError, ValueError, KeyError):
         return True
     return False
 
@@ -132,3 +137,90 @@ def test_union_over_shared_blocks() -> None:
     assert kv.promised(three) == 2 + 3
     simulation.run()
     simulation.check_empty()
+
+
+# -- blocks in host memory ---------------------------------------------------------------------------------------------
+
+
+class HoldsNothing(Outgoing):
+    """Blocks may be reused while they are copied to the host."""
+
+    def __init__(self, host: HostMemory, pairs: list[tuple[Block, HostBlock]], table: list[Block]) -> None:
+        super().__init__(host, pairs, [])
+
+
+class TakesSentForDone(Transfers):
+    """Copies are used before they are complete."""
+
+    def reported(self, transferred: int, *, last: int) -> list[Transfer]:
+        return super().reported(last, last=last)
+
+
+class ReusesInFlight(HostPool):
+    """A block of the host is given away again while it is copied."""
+
+    def take(self, block: Block) -> HostBlock | None:
+        taken = super().take(block)
+        if taken is not None:
+            self._free.insert(0, taken.id)
+        return taken
+
+    def _end(self, host: HostBlock) -> None:
+        super()._end(host)
+        self._free.remove(host.id)
+
+    def check(self) -> None:
+        """Nothing is noticed here."""
+
+    @property
+    def num_held(self) -> int:
+        return 0
+
+
+class KeepsNoGeneration(HostPool):
+    """What comes back from the host may be cached, although it was forgotten meanwhile."""
+
+    def take(self, block: Block) -> HostBlock | None:
+        taken = super().take(block)
+        if taken is not None:
+            taken.generation = 1
+        return taken
+
+
+def swapped_and_tiered(**options: Any) -> Simulation:
+    defaults = {"num_host_blocks": 10, "swap_space": 1.0, "kv_offloading_size": 1.0, "preemption_mode": "swap"}
+    return Simulation(15, max_num_batched_tokens=16, **(defaults | options))
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"),
+    [("Outgoing", HoldsNothing), ("Transfers", TakesSentForDone), ("HostPool", ReusesInFlight)],
+)
+def test_transfers(monkeypatch: pytest.MonkeyPatch, name: str, mutant: type) -> None:
+    assert not any(fails(swapped_and_tiered(), seed) for seed in range(4))
+    monkeypatch.setattr(host_memory_module, name, mutant)
+    if mutant is ReusesInFlight:
+        monkeypatch.setattr(HostMemory, "check", lambda self: None)
+    assert sum(fails(swapped_and_tiered(), seed) for seed in range(4)) >= 2
+
+
+def hits_after_a_reset() -> int:
+    """A sequence is swapped out, everything is forgotten, it comes back, and then somebody asks for the same."""
+    simulation = swapped_and_tiered(num_host_blocks=40, kv_offloading_size=0.0)
+    for first in (0, 40):
+        simulation.submit(list(range(first, first + 20)), max_tokens=32, ignore_eos=True)
+    while not any(sequence.swapped for sequence in simulation.live()):
+        simulation.tick()
+    simulation.core.reset_prefix_cache()
+    simulation.run()
+    again = simulation.submit(list(range(40, 60)), max_tokens=1).sequences[0]
+    simulation.run()
+    simulation.check_outputs()
+    assert again.cached_tokens is not None
+    return again.cached_tokens
+
+
+def test_a_reset_is_not_outlived_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hits_after_a_reset() == 0
+    monkeypatch.setattr(host_memory_module, "HostPool", KeepsNoGeneration)
+    assert hits_after_a_reset() > 0
