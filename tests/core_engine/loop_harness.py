@@ -112,8 +112,17 @@ class RunningEngine:
 class WorkerThread:
     """A ``SimulatedWorker`` behind two connectors. ``deaf``: it reads steps and answers none."""
 
-    def __init__(self, endpoint: str, *, name: str = "w0", num_blocks: int = 64, error: str | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str = "w0",
+        num_blocks: int = 64,
+        num_host_blocks: int = 0,
+        error: str | None = None,
+    ) -> None:
         boot = new_boot()
+        self.num_host_blocks = num_host_blocks
         self.steps = Connector(endpoint, identity=f"{name}/steps", boot=boot)
         self.results = Connector(endpoint, identity=f"{name}/results", boot=boot)
         self.num_blocks = num_blocks
@@ -181,8 +190,10 @@ class WorkerThread:
             if message.epoch not in self.epochs:
                 self.epochs.append(message.epoch)
                 config = message.config
-                self._worker = SimulatedWorker(self.num_blocks, config.block_size, config.num_slots)
-            self.steps.send(Ready(message.epoch, self.num_blocks, 4096, "cpu", "bfloat16", self.error))
+                sizes = self.num_blocks, config.block_size, config.num_slots
+                self._worker = SimulatedWorker(*sizes, num_host_blocks=self.num_host_blocks)
+            ready = Ready(message.epoch, self.num_blocks, 4096, "cpu", "bfloat16", self.error, self.num_host_blocks)
+            self.steps.send(ready)
         elif isinstance(message, Dismissed):
             self.dismissed = self.dismissed or [message.epoch] == self.epochs[-1:]
         elif isinstance(message, Step) and [message.epoch] == self.epochs[-1:] and not self.deaf:
@@ -193,6 +204,7 @@ class WorkerThread:
                 self.steps.send(WorkerFailed(message.epoch, message.number, "device lost"))
                 return
             self.executed.append(message)
+            self._worker.transfers.receive(message)
             self.results.send(self._worker.execute(message))
 
 

@@ -75,6 +75,29 @@ def test_requests_are_served(tmp_path: Path) -> None:
     assert {row["request_id"] for record in records for row in record["rows"]} == set(front.all)
 
 
+def test_requests_are_swapped(tmp_path: Path) -> None:
+    running = RunningEngine(tmp_path, swap_space=1.0, kv_offloading_size=1.0, preemption_mode="swap")
+    with (
+        running as engine,
+        WorkerThread(running.workers, num_blocks=20, num_host_blocks=40) as worker,
+        FrontEnd(running.front) as front,
+    ):
+        front.wait_ready()
+        for index in range(20):
+            front.submit(prompt(8 + index % 20, 11 * index), max_tokens=30 + index % 18)
+        front.wait_over()
+        until(lambda: engine.core.replicas[0].is_idle and not len(engine.core.replicas[0].kv.host.transfers))
+        check_at_rest(engine)
+        front.wait(lambda: front.metric("headrace:swapped_preemptions_total") > 0)
+        assert front.metric("headrace:kv_blocks_to_host_total") > 0
+        num_steps = len(worker.executed)
+        until_s = time.monotonic() + 0.3
+        front.wait(lambda: time.monotonic() > until_s)
+        assert len(worker.executed) == num_steps, "an idle engine sends steps"
+    for request in front.all.values():
+        check(request)
+
+
 def test_a_worker_that_is_started_again(tmp_path: Path) -> None:
     running = RunningEngine(tmp_path)
     with running as engine, FrontEnd(running.front) as front:

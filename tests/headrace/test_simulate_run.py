@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from core_engine.core import CoreConfig
 from core_engine.engine_config import core_config_for, scheduler_for
+from core_engine.host_memory import HostMemorySpec
 from core_engine.step_time import StepCosts
 from headrace.simulate.advice import advice, limit_of
 from headrace.simulate.device import Device
@@ -36,7 +37,8 @@ def load(count: int, prompt: int = 20, output: int = 10, every_s: float = 0.0, *
 
 
 def run(trace: list[TraceRequest], num_blocks: int = 1000, replicas: int = 1, **options: Any) -> Outcome:
-    bounds = {name: options.pop(name) for name in ("max_connections", "max_concurrency", "isolated") if name in options}
+    names = "max_connections", "max_concurrency", "isolated", "host"
+    bounds = {name: options.pop(name) for name in names if name in options}
     simulator = Simulator(core_config(**options), DEVICE, trace, num_blocks=num_blocks, num_replicas=replicas, **bounds)
     outcome = simulator.run()
     for replica in simulator._replicas:
@@ -117,6 +119,27 @@ def test_preemptions_are_counted_and_paid_for() -> None:
     figures = Figures(outcome, 1, 0.0)
     assert any("preemptions" in words for words in advice(figures, core_config()))
     assert sum(figures.outcome.timeline.series(10)["preemptions"]) > 0
+
+
+@pytest.mark.parametrize(("rates", "is_fast"), [((1e12, 1e12), True), ((1e3, 1e3), False)])
+def test_preempted_requests_are_swapped_where_that_is_faster(rates: tuple[float, float], is_fast: bool) -> None:
+    trace = load(30, prompt=40, output=200, every_s=0.01)
+    options: dict[str, Any] = {"num_blocks": 60, "watermark": 0.0, "enable_prefix_caching": False}
+    host = HostMemorySpec(1000, 4096, rates)
+    swapped = run(trace, swap_space=1.0, host=host, **options)
+    check_outputs(trace, swapped)
+    assert swapped.preemptions > 0
+    assert (swapped.recomputed_tokens < 16 * swapped.preemptions) == is_fast
+
+
+def test_prefixes_come_back_from_host_memory() -> None:
+    """20 systems prompts in turn, of which the device caches 5."""
+    trace = [load(1, prompt=200, output=2, prefix=((f"system {number % 20}", 160),))[0] for number in range(60)]
+    for number, request in enumerate(trace):
+        request.arrival_s = 1.0 * number
+    host = HostMemorySpec(400, 4096, (1e9, 1e9))
+    assert run(trace, num_blocks=60, kv_offloading_size=1.0, host=host).cache_hits == 40 * 160
+    assert run(trace, num_blocks=60).cache_hits == 0
 
 
 def test_a_light_load_is_not_limited() -> None:
