@@ -236,8 +236,12 @@ class HostMemory:
         """About how many tokens of a waiting sequence need not be computed here, given those that the device caches."""
         if sequence.scoring or not (self.pool.is_tier or self._holds(sequence)):
             return num_cached
-        size = self.kv.block_size
-        return num_cached + size * sum(1 for _ in self._copies_from(sequence, num_cached // size))
+        own, kv, is_tier = self._own_copies(sequence), self.kv, self.pool.is_tier
+
+        def has(index: int) -> bool:
+            return index in own or (is_tier and self.pool.has(kv.digest_of(sequence, index)))
+
+        return kv.reach(sequence, num_cached // kv.block_size, has) * kv.block_size
 
     def drop_inadmissible(self, turn: Request | None, suspects: dict[Request, None], *, is_leaving: bool) -> None:
         """Drop the loads of those that may not start here: all but a suspect's in its turn, and suspects otherwise."""

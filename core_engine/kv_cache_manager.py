@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -87,22 +87,30 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching or sequence.scoring:
             return 0
-        low, high, most = 0, 0, (len(sequence.tokens) - 1) // self.block_size
+        return self.reach(sequence, 0, lambda index: self.pool.has(self.digest_of(sequence, index))) * self.block_size
+
+    def reach(self, sequence: Sequence, first: int, has: Callable[[int], bool]) -> int:
+        """The end of the run of blocks of a waiting sequence, from ``first`` on, that something has, without the one of
+        its last token. What is there of a prefix outlives what extends it."""
+        low, high, most = first, first, (len(sequence.tokens) - 1) // self.block_size
         while high < most:
-            high = min(2 * high + 1, most)
-            if len(sequence.digests) < high:
-                self._extend_digests(sequence, high)
-            if not self.pool.has(sequence.digests[high - 1]):
+            high = min(2 * high - first + 1, most)
+            if not has(high - 1):
                 high -= 1
                 break
             low = high
         while low < high:
             middle = (low + high) // 2
-            if self.pool.has(sequence.digests[middle]):
+            if has(middle):
                 low = middle + 1
             else:
                 high = middle
-        return low * self.block_size
+        return low
+
+    def digest_of(self, sequence: Sequence, index: int) -> bytes:
+        """The digest of a full block of a waiting sequence."""
+        self._extend_digests(sequence, index + 1)
+        return sequence.digests[index]
 
     def num_blocks_wanted(self, sequence: Sequence) -> int:
         """Free blocks that ``allocate`` would take, cached ones that nobody holds included."""

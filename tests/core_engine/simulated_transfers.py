@@ -36,6 +36,10 @@ class SimulatedTransfers:
         self._kv = kv.reshape(-1, block_size)
         self._rng = random.Random(seed)
 
+    def seed(self, seed: int) -> None:
+        """From now on other moments."""
+        self._rng = random.Random(seed)
+
     def receive(self, step: Step) -> None:
         """The step has arrived; others in front of it may not be computed yet."""
         for direction, block, host_block in step.transfers.tolist():

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from core_engine import host_memory as host_memory_module
+from core_engine.admission import Admission
 from core_engine.block import Block
+from core_engine.host_loads import Load
 from core_engine.host_pool import HostPool
 from core_engine.step_time import CPU_COSTS, StepTimeModel
 from core_engine.transfer_costs import TransferCosts
@@ -282,6 +285,31 @@ def test_a_leaving_replica_drops_its_loads(ticks: int) -> None:
     assert len(simulation.core.replicas) == 1
 
 
+@pytest.mark.parametrize("ticks", range(7))
+@pytest.mark.parametrize("what", ["abort", "rest", "restart"])
+def test_at_every_stage_of_a_load(ticks: int, what: str) -> None:
+    simulation = tiered(12)
+    simulation.submit(prompt(17), max_tokens=1)
+    run(simulation)
+    simulation.submit(prompt(42, 1), max_tokens=1)
+    run(simulation)
+    sequences = simulation.submit(prompt(17), max_tokens=5, ignore_eos=True, n=2).sequences
+    for _ in range(ticks):
+        simulation.tick()
+    if what == "abort":
+        simulation.core.end(sequences[0], FinishReason.ABORT)
+        assert sequences[0].load is None
+    elif what == "rest":
+        simulation.core.rest(sequences[0], True)
+        assert sequences[0].load is None
+        simulation.tick()
+        simulation.core.rest(sequences[0], False)
+    else:
+        simulation.restart_worker()
+        assert sequences[0].load is None
+    run(simulation)
+
+
 def test_an_idle_engine_is_idle() -> None:
     """Once all transfers are reported nothing more is sent."""
     simulation = tiered()
@@ -295,18 +323,30 @@ def test_an_idle_engine_is_idle() -> None:
     assert len(simulation.steps) == num_steps
 
 
-def test_a_load_gives_way_to_those_that_run() -> None:
-    """Its blocks are needed by a sequence of a higher rank that grows."""
-    simulation = tiered(13, watermark=0.0)
-    simulation.submit(prompt(17), max_tokens=1)
-    run(simulation)
-    simulation.submit(prompt(40, 1), max_tokens=1)
-    run(simulation)
-    simulation.core.scheduler.admission.expected_ratio = 0.0
-    simulation.submit(prompt(25, 2), max_tokens=23, ignore_eos=True)
-    simulation.tick()
-    simulation.submit(prompt(17), max_tokens=3, ignore_eos=True)
-    run(simulation)
+def test_a_load_gives_way_to_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took all blocks that were left, and a sequence of a higher rank needs one before it is complete."""
+    dropped: list[bool] = []
+
+    class Counted(Load):
+        def drop(self) -> None:
+            dropped.append(self.is_complete)
+            super().drop()
+
+    monkeypatch.setattr(host_memory_module, "Load", Counted)
+    monkeypatch.setattr(Admission, "reserve", lambda *_: 0)
+    for seed in range(8):
+        simulation = tiered(13, steps_in_flight=1)
+        simulation.submit(prompt(17), max_tokens=1)
+        run(simulation)
+        simulation.submit(prompt(43, 1), max_tokens=1)
+        run(simulation)
+        simulation.worker.transfers.seed(seed)
+        simulation.submit(prompt(22, 2), max_tokens=23, ignore_eos=True)
+        simulation.tick()
+        simulation.submit([*prompt(17), 1, 2, 3, 4], max_tokens=3, ignore_eos=True)
+        run(simulation)
+        assert simulation.requests[2].sequences[0].num_preemptions == 0
+    assert dropped
 
 
 # -- everything with everything ----------------------------------------------------------------------------------------
