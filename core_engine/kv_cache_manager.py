@@ -215,13 +215,13 @@ class KVCacheManager:
         return hits
 
     def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:
-        """Know the digests of the first blocks of a waiting sequence, more than are known."""
-        data, size = (
-            sequence.tokens[: num_blocks * self.block_size].tobytes(),
-            self.block_size * sequence.tokens.itemsize,
-        )
-        for index in range(len(sequence.digests), num_blocks):
-            self._digest(sequence, index, data[index * size : (index + 1) * size])
+        """Know the digests of the first blocks of a waiting sequence."""
+        known, size = len(sequence.digests), self.block_size
+        if known >= num_blocks:
+            return
+        data, width = sequence.tokens[known * size : num_blocks * size].tobytes(), size * sequence.tokens.itemsize
+        for index in range(num_blocks - known):
+            self._digest(sequence, known + index, data[index * width : (index + 1) * width])
 
     def _digest(self, sequence: Sequence, index: int, ids: bytes) -> bytes:
         """Chain hash of a block of the sequence; those of all blocks before it are known."""

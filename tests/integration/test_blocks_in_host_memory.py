@@ -25,9 +25,7 @@ NO_IDS = np.empty(0, np.int32)
 @pytest.fixture(scope="module")
 def runner(tiny_models: Any) -> ModelRunner:
     folder = Path(tiny_models.folder("llama"))
-    return make_runner(
-        folder, max_model_len=MAX_MODEL_LEN, num_slots=20, num_blocks_override=ROOMY, host_bytes=1 << 20
-    )
+    return make_runner(folder, max_model_len=MAX_MODEL_LEN, num_slots=20, num_blocks_override=ROOMY, host_bytes=1 << 20)
 
 
 def generate(runner: ModelRunner, num_blocks: int, **options: Any) -> tuple[list[list[int]], EngineCore]:
@@ -70,9 +68,7 @@ def expected(runner: ModelRunner) -> list[list[int]]:
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_swap(runner: ModelRunner, expected: list[list[int]], caching: bool) -> None:
-    outputs, core = generate(
-        runner, NUM_BLOCKS, swap_space=1.0, preemption_mode="swap", enable_prefix_caching=caching
-    )
+    outputs, core = generate(runner, NUM_BLOCKS, swap_space=1.0, preemption_mode="swap", enable_prefix_caching=caching)
     assert core.metrics.swaps.value > 0
     assert core.metrics.blocks_to_device.value > 0
     assert outputs == expected
