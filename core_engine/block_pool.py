@@ -8,8 +8,8 @@
 Sequences that compute the same prefix side by side make copies of it. Each copy has the digest while it is held, the
 oldest is the one to be found, and what is released while there is another copy is not worth keeping.
 
-No call pauses for the size of the pool: nothing is made in advance, and the map of prefixes is many small dicts, of
-which one at a time is rebuilt as it grows or churns (one dict of a million entries stops the engine for 40 to 70 ms).
+No call pauses for the size of the pool: nothing is made in advance, and the map of prefixes is several dicts, of which
+one at a time is rebuilt as it grows or churns (one of a million entries would stop the engine for 40 to 70 ms).
 
 Invariants (``check``): free + referenced + 1 == total; ref == 0 ⇔ linked; a digest names full settled blocks of one
 content, all of them held or a single free one. So whoever holds a cached block holds a copy of each block before it,
@@ -25,8 +25,8 @@ from typing import NamedTuple
 from core_engine.block import Block, BlockList
 from core_engine.eviction import POLICIES
 
-NUM_SHARDS = 256
-"""As many as a byte has values."""
+NUM_SHARDS = 16
+"""With more of them a million entries are slower to look up, with fewer they are longer to rebuild: 4 ms with 16."""
 
 
 class Forgotten(NamedTuple):
@@ -54,7 +54,7 @@ class BlockPool:
         self._policy = POLICIES[eviction]
         self._hashed = self._policy()
         self._shards: list[dict[bytes, Block]] = [{} for _ in range(NUM_SHARDS)]
-        """The block to be found of each digest, by the digest's first byte."""
+        """The block to be found of each digest."""
         self._copies: dict[bytes, dict[Block, None]] = {}
         """The other blocks of a digest, all held, where there are any."""
         self._generation = 0
@@ -105,12 +105,12 @@ class BlockPool:
 
     def find(self, digest: bytes, parent: bytes, ids: bytes) -> Block | None:
         """The block that caches this prefix; ``parent`` and ``ids`` are compared, so a collision is no hit."""
-        block = self._shards[digest[0]].get(digest)
+        block = self._shards[digest[0] % NUM_SHARDS].get(digest)
         return block if block is not None and block.ids == ids and block.parent == parent else None
 
     def has(self, digest: bytes) -> bool:
         """Whether a block caches a prefix of this digest."""
-        return digest in self._shards[digest[0]]
+        return digest in self._shards[digest[0] % NUM_SHARDS]
 
     def has_copies(self, block: Block) -> bool:
         """Whether other blocks have the same digest."""
@@ -152,7 +152,7 @@ class BlockPool:
             return
         if before is not None and before.digest != parent:
             return
-        shard = self._shards[digest[0]]
+        shard = self._shards[digest[0] % NUM_SHARDS]
         named = shard.get(digest)
         if named is None:
             shard[digest] = block
@@ -203,7 +203,7 @@ class BlockPool:
         assert len(named) == len(found) + len(copies)
         assert named == {*found, *copies}, "a digest names another block than one that carries it"
         for digest, others in self._copies.items():
-            first = self._shards[digest[0]][digest]
+            first = self._shards[digest[0] % NUM_SHARDS][digest]
             assert others, "an empty set of copies is kept"
             assert all(block.ref > 0 for block in (first, *others)), "a copy is free"
             assert {(block.digest, block.parent, block.ids) for block in others} == {(digest, first.parent, first.ids)}
@@ -212,13 +212,13 @@ class BlockPool:
 
     def _forget(self, block: Block) -> None:
         if block.digest is not None:
-            del self._shards[block.digest[0]][block.digest]
+            del self._shards[block.digest[0] % NUM_SHARDS][block.digest]
             _unname(block)
 
     def _drop_copy(self, block: Block, digest: bytes) -> None:
         """One of several blocks of a digest was released."""
         others = self._copies[digest]
-        if self._shards[digest[0]][digest] is block:
+        if self._shards[digest[0] % NUM_SHARDS][digest] is block:
             heir, _ = others.popitem()
             self._inherit(heir, block, digest)
         else:
@@ -229,7 +229,7 @@ class BlockPool:
 
     def _inherit(self, heir: Block, block: Block, digest: bytes) -> None:
         """A held copy of an unlinked ``block`` is the one to be found from now on, with the same rank."""
-        self._shards[digest[0]][digest] = heir
+        self._shards[digest[0] % NUM_SHARDS][digest] = heir
         heir.hits, heir.key = block.hits, block.key
         _unname(block)
 

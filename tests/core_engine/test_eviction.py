@@ -67,7 +67,8 @@ class PlainPolicy:
         """Digests of the chain in front of a block."""
         while block.parent != ROOT:
             yield block.parent
-            block = self.pool._shards[block.parent[0]][block.parent]
+            found = [shard[block.parent] for shard in self.pool._shards if block.parent in shard]
+            [block] = found
 
 
 class CheckedPolicy:
