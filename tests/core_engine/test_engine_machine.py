@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 POOLS = (11, 12, 16, 28, 60)
 """Blocks of 4, the null block included; sequences of up to ``MAX_MODEL_LEN`` tokens just fit the smallest."""
-SMALL = 6
-"""Of a worker that lacks memory for some of them."""
 MAX_MODEL_LEN = 40
 MOST_REPLICAS = 3
 ROOT = 7
@@ -236,7 +234,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.let_go()
 
     @precondition(lambda self: len(self.core.replicas) < MOST_REPLICAS)
-    @rule(num_blocks=st.sampled_from([*POOLS, SMALL]))
+    @rule(num_blocks=st.sampled_from(POOLS))
     def join(self, num_blocks: int) -> None:
         self.simulation.start_worker(num_blocks)
 
