@@ -60,6 +60,11 @@ OPTIONS = {
     "priority_ageing_s": st.sampled_from([1.0, 10.0, 1000.0]),
     "chunk_target": st.sampled_from([None, 0.004, 0.02]).map(target_of),
     "max_output_tokens": st.sampled_from([None, None, 7]),
+    "num_host_blocks": st.sampled_from([0, 0, 3, 12, 40]),
+    "swap_space": st.sampled_from([0.0, 1.0]),
+    "kv_offloading_size": st.sampled_from([0.0, 1.0]),
+    "preemption_mode": st.sampled_from(["swap", "auto", "recompute"]),
+    "transfer_rate": st.sampled_from([0.0, 1e9, 5e5, 1e2]),
 }
 """Of the engine; each is drawn for itself."""
 
@@ -263,7 +268,11 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self) -> None:
         named = [block for pool in self.pools() for block in pool._blocks if block.digest is not None]
+        hosts = [replica.kv.host.pool for replica in self.core.replicas if replica.kv.host is not None]
+        num_copies = sum(len(host._by_digest) for host in hosts)
         found = self.core.reset_prefix_cache()
+        assert found.num_host == num_copies
+        assert not any(host._by_digest for host in hosts)
         assert found.num_held == sum(block.ref > 0 for block in named)
         assert found.num_free == len(named) - found.num_held
         assert not any(block.digest for pool in self.pools() for block in pool._blocks)
@@ -299,7 +308,7 @@ class EngineMachine(RuleBasedStateMachine):
             roots = {root_digest(salt) for salt in ("", "x")}
             for block in pool._blocks:
                 if block.digest is not None:
-                    parent = pool._shards[block.parent[0]].get(block.parent)
+                    parent = next((each[block.parent] for each in pool._shards if block.parent in each), None)
                     assert block.parent in roots if parent is None else parent.digest == block.parent, "no parent"
                     state, found = ROOT if parent is None else int(kv[parent.id, -1]), []
                     for token in np.frombuffer(block.ids, np.int32).tolist():

@@ -22,6 +22,7 @@ from tiny_models import ARCHITECTURES, VOCABULARY, TinyModels
 
 from core_engine.admission import LEAST_RATIO
 from core_engine.core import CoreConfig, EngineCore
+from core_engine.host_memory import HostMemorySpec
 from core_engine.queues import QUEUES
 from core_engine.request import Request
 from core_engine.scheduler import SchedulerConfig
@@ -32,9 +33,10 @@ from shared.sampling import SamplingParams
 NO_IDS = np.empty(0, np.int32)
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE = 8, 80, 16
 JUST_ONE = MAX_MODEL_LEN // BLOCK_SIZE
+HOST_BYTES = 1 << 20
 POOLS = {"just_one": JUST_ONE, "twice": 2 * JUST_ONE, "ample": 20 * JUST_ONE}
 """Blocks, the null block not included."""
-PREEMPTION: dict[str, dict[str, Any]] = {"recompute": {}}
+PREEMPTION: dict[str, dict[str, Any]] = {"recompute": {}, "swap": {"preemption_mode": "swap", "swap_space": 1.0}}
 """What else ``CoreConfig`` says for each way in which a preempted sequence comes back."""
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -84,7 +86,10 @@ class Stack:
         self.core = EngineCore(CoreConfig(scheduler=scheduler, **(config | options)))
         assert self.core.config.num_slots <= runner.num_slots
         assert num_blocks < runner.cache.num_blocks
-        self.core.begin_epoch("worker", Epoch(1, 1), num_blocks + 1)
+        host = (
+            HostMemorySpec(runner.host_pool.num_blocks, runner.cache.block_bytes) if "swap_space" in options else None
+        )
+        self.core.begin_epoch("worker", Epoch(1, 1), num_blocks + 1, host)
         self.replica = self.core.replicas[0]
         self.answers: dict[tuple[str, int], Answer] = {}
         self.requests: list[Request] = []
@@ -132,7 +137,13 @@ class Stack:
         self.num_prefilled += int(step.prefill[:, 2].sum())
         tokens = np.asarray(output.tokens, np.int32)
         result = StepResult(
-            step.epoch, step.number, tokens, NO_IDS, output.logprobs, prompt_logprobs=output.prompt_logprobs
+            step.epoch,
+            step.number,
+            tokens,
+            NO_IDS,
+            output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            transferred=output.transferred,
         )
         settled = self.core.settle(self.replica, result)
         answers = [self.answers[sequence.request.rid, sequence.choice] for sequence in settled.sequences]
@@ -187,6 +198,7 @@ class Runners:
                 max_model_len=MAX_MODEL_LEN,
                 num_slots=MAX_NUM_SEQS + 2,
                 num_blocks_override=POOLS["ample"] + 1,
+                host_bytes=HOST_BYTES,
             )
         return self._runners[folder, dtype]
 
@@ -208,10 +220,12 @@ def runners() -> Runners:
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("n", [1, 4])
-@pytest.mark.parametrize("preemption", PREEMPTION)
-@pytest.mark.parametrize("chunked", [True, False], ids=["chunks", "whole"])
+@pytest.mark.parametrize(
+    ("preemption", "chunked", "pool"),
+    [("recompute", chunked, pool) for chunked in (True, False) for pool in POOLS]
+    + [("swap", True, "just_one"), ("swap", True, "twice")],
+)
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "nocache"])
-@pytest.mark.parametrize("pool", POOLS)
 def test_same_bits_as_alone(
     tiny_models: TinyModels, runners: Runners, pool: str, caching: bool, chunked: bool, preemption: str, n: int,
     sampling: str,
@@ -228,6 +242,7 @@ def test_same_bits_as_alone(
     assert (stack.metric("vllm:prefix_cache_hits_total") > 0) == caching or pool == "just_one"
     if pool != "ample":
         assert stack.metric("vllm:num_preemptions_total") > 0
+        assert (stack.metric("headrace:swapped_preemptions_total") > 0) == (preemption == "swap")
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33, 64])
