@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -379,13 +379,18 @@ class EngineCore:
         self.metrics.epochs.inc()
         return self._refuse(list(self.waiting), self.kv_capacity)
 
-    def refuse_homeless(self) -> list[tuple[Sequence, RequestError]]:
-        """After the loss of a worker, end and return the waiting sequences that no other one has enough memory for;
-        without any worker none, as the next one may have it."""
+    def refuse_homeless(self, among: Iterable[Sequence] | None = None) -> list[tuple[Sequence, RequestError]]:
+        """End and return the waiting sequences that no worker has enough memory for, after the loss of one that had;
+        without any worker none, as the next one may have it.
+
+        Args:
+            among: look at these alone, as they have come back to the queue; None: at all that wait.
+        """
         if not self.replicas:
             return []
         most = max(replica.kv.capacity for replica in self.replicas)
-        return self._refuse([each for each in self.waiting if each.limit > most or each.request.search], most)
+        waiting = self.waiting if among is None else filter(_waits, among)
+        return self._refuse([each for each in waiting if each.limit > most or each.request.search], most)
 
     def _refuse(self, waiting: list[Sequence], kv_capacity: int | None) -> list[tuple[Sequence, RequestError]]:
         """End those that do not fit a KV cache of so many tokens."""
@@ -434,3 +439,11 @@ def _timing(replica: Replica, step: StepInFlight, result: StepResult, now: float
         is_prefill=load.is_prefill,
         num_in_flight=len(replica.window),
     )
+
+
+def _waits(sequence: Sequence) -> bool:
+    """Whether it is in the queue."""
+    search = sequence.request.search
+    if search is not None and (sequence is not search.leader or search.replica is not None or search.is_over):
+        return False
+    return sequence.slot is None and not sequence.resting and sequence.finish_reason is None

@@ -186,6 +186,9 @@ class FrontendLink:
         for item in request.logs:
             if isinstance(item.context, Sequence):
                 self.core.rest(item.context, resting)
+        if not resting and isinstance(request.context, Request):
+            for sequence, error in self.core.refuse_homeless(request.context.sequences):
+                self.fail(sequence, error)
 
     def dropped(self, request: HopRequest) -> None:
         for item in request.logs:

@@ -321,7 +321,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         for sequence in self.simulation.live():
             self.core.rest(sequence, False)
-        if not any(each.kv.pool.num_blocks > SMALL and not each.leaving for each in self.core.replicas):
+        if not self.core.is_ready:
             self.simulation.start_worker(POOLS[-1])
         self.simulation.run()
         assert not self.simulation.live(), self.simulation.live()
