@@ -81,7 +81,7 @@ async def test_another_protocol_is_refused_in_words(serve: Any, monkeypatch: pyt
     served = await serve(wait=False)
     await until(lambda: any(hello.refusal for hello in served.tokenizer.hellos))
     status, text, _ = await served.get("/ready")
-    assert (status, json.loads(text)["status"]) == (503, "new speaks protocol 7 to 9, this gateway 2 to 2")
+    assert (status, json.loads(text)["status"]) == (503, "new speaks protocol 7 to 9, this gateway 2 to 3")
 
 
 async def test_a_tokenizer_that_refuses_us_is_not_ready(serve: Any) -> None:
