@@ -73,6 +73,8 @@ class Pressure:
         self._look_due = 0.0
         self._preempted = 0.0
         """Preemptions for want of memory that were told of."""
+        self._swapped = 0.0
+        """All whose blocks were kept in host memory, at that time."""
         self._preempted_since = clock()
         self._queue_since: float | None = None
         """Since when somebody waits although there are seats; None: nobody does."""
@@ -112,12 +114,13 @@ class Pressure:
         if not count or not self._may_speak("preemptions", now):
             return []
         seconds = max(now - self._preempted_since, LOOK_S)
-        self._preempted, self._preempted_since = total, now
+        num_swapped = min(int(metrics.swaps.value - self._swapped), count)
+        self._preempted, self._swapped, self._preempted_since = total, metrics.swaps.value, now
         usage = max((replica.kv.pool.usage for replica in core.replicas), default=0.0)
         what = "1 request was" if count == 1 else f"{count} requests were"
         return [
             f"{what} preempted in the last {seconds:.0f} s because the KV cache was full ({usage:.0%} in use now, "
-            f"{self._num_active} requests run, {len(core.waiting)} wait), and will be computed again: {MEMORY}"
+            f"{self._num_active} requests run, {len(core.waiting)} wait), and {_fate(num_swapped, count)}: {MEMORY}"
         ]
 
     def _queue(self, now: float, wait: Wait | None) -> list[str]:
@@ -155,3 +158,10 @@ class Pressure:
         if wait is Wait.SEATS:
             return next(iter(waiting)).request.num_seats > 1
         return wait in ADVICE and not (wait is Wait.LEAVING and waiting.preempts)
+
+
+def _fate(num_swapped: int, count: int) -> str:
+    """What becomes of preempted requests."""
+    if not num_swapped:
+        return "will be computed again, as far as they are not cached (--swap-space keeps them in host memory)"
+    return f"{num_swapped} of them will come back from host memory" if num_swapped < count else "wait in host memory"

@@ -75,6 +75,19 @@ def test_preemptions_are_counted_and_said_once_a_minute() -> None:
     assert "because the KV cache was full" in told[0][1]
 
 
+@pytest.mark.parametrize(
+    ("num_host_blocks", "fate"),
+    [(0, "will be computed again"), (4, "of them will come back from host memory"), (400, "wait in host memory")],
+)
+def test_what_becomes_of_the_preempted_is_said(num_host_blocks: int, fate: str) -> None:
+    host = {"num_host_blocks": num_host_blocks, "swap_space": 1.0, "preemption_mode": "swap"}
+    watched = Watched(20, max_num_seqs=8, enable_prefix_caching=False, **host)
+    for _ in range(60):
+        watched.submit(4, max_tokens=60)
+    watched.tick(200)
+    assert any(fate in words for _, words in watched.said), watched.said
+
+
 def test_preemptions_for_a_priority_are_no_pressure() -> None:
     watched = Watched(200, policy="priority", max_num_seqs=2)
     for n in range(30):
