@@ -87,7 +87,7 @@ class Run:
             for name, value in figures.items():
                 runs.setdefault(name, []).append(value)
                 self._results.add(self._model.name, name, runs[name])
-                unit = UNITS[case.partition("_")[0]]
+                unit = UNITS[name.partition("_")[0]]
                 taken = time.monotonic() - began
                 print(f"{self._model.name:9} {name:22} {value:10.6g} {unit:13} {taken:6.1f} s", flush=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.h200 import starts
+from benchmarks.h200.documents import documents
 from benchmarks.h200.recovery import recovery
 from benchmarks.h200.work import Skipped, Work, generate, with_output
 from headrace import LLM, SamplingParams
@@ -141,6 +142,7 @@ MEASURES: dict[str, Measure] = {
     "mix": throughput,
     "prefix": prefix,
     "mixed": mixed,
+    "documents": documents,
     "idle": idle,
     "startup": starts.startup,
     "recovery": recovery,

@@ -16,7 +16,7 @@ from shared.model_source import resolve_model
 
 MODELS = {"qwen06b": "qwen3-0.6b", "llama8b": "llama-3.1-8b"}
 """Names in the file of figures, and the shapes that come with Headrace."""
-ONLY = {"mixed": "llama8b", "nano_fp8": "qwen06b"}
+ONLY = {"mixed": "llama8b", "nano_fp8": "qwen06b", "documents": "llama8b"}
 """Cases that are measured with one of them alone."""
 COMMON: Mapping[str, Any] = {
     "load_format": "dummy",
@@ -89,6 +89,11 @@ GROUPS = (
     # The steady requests of "mixed" decode for all of its time, in one context.
     Group("the server's --target-itl-ms", ("mixed", "nano_itl"), {"target_itl_ms": None, "max_model_len": 16384}),
     Group("prefix caching", ("prefix",), {"enable_prefix_caching": True}),
+    Group(
+        "prefix caching and the model's own context",
+        ("documents",),
+        {"enable_prefix_caching": True, "max_model_len": 131072},
+    ),
     Group("starts", ("startup_cold", "startup_warm", "recovery_b64"), opens=files),
     Group("without graphs", ("decode_b1_eager",), {"enforce_eager": True}),
     Group("fp8 KV cache", ("nano_fp8",), {"kv_cache_dtype": "fp8"}),

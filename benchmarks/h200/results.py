@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 RATE, STEP = "output tok/s", "ms/token"
+REQUESTS = "requests/s"
+RATES = (RATE, REQUESTS)
+"""More is better."""
 UNITS = {
     "decode": STEP,
     "nano": RATE,
@@ -20,11 +23,13 @@ UNITS = {
     "mix": RATE,
     "prefix": RATE,
     "mixed": "ms",
+    "documents": REQUESTS,
+    "kv": "tokens",
     "startup": "s",
     "recovery": "s",
     "idle": "share",
 }
-"""By the first word of a case; more is better for rates, less for the others."""
+"""By the first word of a case; more is better for ``RATES``, less for the others."""
 RATIOS = {
     "graphs_gain_b1": ("decode_b1_eager", "decode_b1"),
     "invariant_cost_b1": ("decode_b1_invariant", "decode_b1"),
@@ -67,7 +72,7 @@ class Results:
     def add(self, model: str, case: str, runs: Sequence[float]) -> None:
         """Note the best of ``runs`` and the ratios that it completes, and write the file."""
         unit = UNITS[case.partition("_")[0]]
-        best = max(runs) if unit == RATE else min(runs)
+        best = max(runs) if unit in RATES else min(runs)
         self._set(model, case, best, unit, len(runs), runs=[_rounded(run) for run in runs])
         for name, (above, below) in RATIOS.items():
             over, under = self.value(model, above), self.value(model, below)

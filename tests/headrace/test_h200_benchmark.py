@@ -52,7 +52,7 @@ def test_every_case_can_be_measured_and_has_a_unit() -> None:
         first = case.partition("_")[0]
         assert first in MEASURES
         assert first in UNITS
-    known = {*CASES, *RATIOS} | {row.case for row in table.ROWS if row.case.startswith("mixed_")}
+    known = {*CASES, *RATIOS} | {row.case for row in table.ROWS if row.case.startswith(("mixed_", "documents_", "kv_"))}
     assert {row.case for row in table.ROWS} <= known
     assert {case for pair in RATIOS.values() for case in pair} <= set(CASES)
 
@@ -60,7 +60,7 @@ def test_every_case_can_be_measured_and_has_a_unit() -> None:
 def test_models_and_their_cases() -> None:
     small, large = (Model.named(name) for name in MODELS)
     chosen = {model.name: [case for group in GROUPS for case in group.chosen(model, ())] for model in (small, large)}
-    assert set(chosen["qwen06b"]) == set(CASES) - {"mixed"}
+    assert set(chosen["qwen06b"]) == set(CASES) - {"mixed", "documents"}
     assert set(chosen["llama8b"]) == set(CASES) - {"nano_fp8"}
     assert [case for group in GROUPS for case in group.chosen(small, ("mix", "mixed"))] == ["mix"]
     assert Model.named("smollm2-135m").shape.is_file()
@@ -204,7 +204,7 @@ def test_every_measure_with_real_processes(
     shape, out = tmp_path / "tiny.json", tmp_path / "results.json"
     shape.write_text(json.dumps(SHAPE))
     settings = {"enable_prefix_caching": True, "target_itl_ms": None, "max_model_len": 16384}
-    cases = ("decode_b8", "mix", "idle_b8", "mixed", "prefix")
+    cases = ("decode_b8", "mix", "idle_b8", "mixed", "prefix", "documents")
     starts = next(group for group in GROUPS if "startup_warm" in group.cases)
     monkeypatch.setattr(command, "GROUPS", (Group("all in one engine", cases, settings), starts))
     assert command.main(["--models", str(shape), "--repeat=2", "--scale=0.02", f"--out={out}", "--commit=abc"]) == 0
@@ -212,10 +212,11 @@ def test_every_measure_with_real_processes(
     assert (environment["commit"], environment["scale"]) == ("abc", 0.02)
     found = figures_in(out)
     mixed = {"mixed_worst_gap", "mixed_median_ttft", "mixed_p50_gap", "mixed_p99_gap"}
-    assert set(found) == {"decode_b8", "mix", "idle_b8", "prefix", *mixed}
+    documents = {"documents", "documents_reserved", "kv_documents", "kv_documents_reserved"}
+    assert set(found) == {"decode_b8", "mix", "idle_b8", "prefix", *mixed, *documents}
     assert {figure["model"] for figure in found.values()} == {"tiny"}
     assert [found[case]["repeats"] for case in ("decode_b8", "mix", "prefix", "mixed_worst_gap")] == [2, 2, 2, 1]
-    assert min(found[case]["value"] for case in ("mix", "prefix", *mixed)) > 0
+    assert min(found[case]["value"] for case in ("mix", "prefix", *mixed, *documents - {"kv_documents"})) > 0
     printed = capfd.readouterr().out
     assert (
         "tiny startup_cold, tiny startup_warm, tiny recovery_b64: skipped, checkpoints are made of the shapes"
