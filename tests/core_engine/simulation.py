@@ -309,6 +309,13 @@ class Simulation:
             self.fail(sequence.request)
         del self.workers[replica], self.in_flight[replica]
 
+    def rest(self, request: Request, resting: bool) -> None:
+        """A front end is lost, or submits its request again (``FrontendLink.rested``)."""
+        for sequence in request.sequences:
+            self.core.rest(sequence, resting)
+        for sequence, _ in [] if resting else self.core.refuse_homeless(request.sequences):
+            self.fail(sequence.request)
+
     def fail(self, request: Request) -> None:
         """End a request with an error."""
         self.failed.add(request.rid)

@@ -197,10 +197,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(which=which, resting=st.booleans())
     def rest(self, which: int, resting: bool) -> None:
         """A front end is lost, or is back and submits its request again."""
-        for sequence in pick(self.simulation.live(), which).request.sequences:
-            self.core.rest(sequence, resting)
-            if not resting:
-                self.core.rename(sequence, sequence.handle + 1000)
+        request = pick(self.simulation.live(), which).request
+        for sequence in request.sequences if not resting else []:
+            self.core.rename(sequence, sequence.handle + 1000)
+        self.simulation.rest(request, resting)
 
     @precondition(lambda self: self.simulation.live())
     @rule(which=which, kept=st.integers(0, 30))
@@ -319,8 +319,8 @@ class EngineMachine(RuleBasedStateMachine):
         """Call everybody back, and compute all there is."""
         if not hasattr(self, "core"):
             return
-        for sequence in self.simulation.live():
-            self.core.rest(sequence, False)
+        for request in self.simulation.requests:
+            self.simulation.rest(request, False)
         if not self.core.is_ready:
             self.simulation.start_worker(POOLS[-1])
         self.simulation.run()
