@@ -99,12 +99,14 @@ class Suspects:
             self._begin_turn(replicas)
 
     def _begin_turn(self, replicas: SequenceOf[Replica]) -> None:
-        """On the replica that runs least; of these the youngest."""
-        open_ = [replica for replica in reversed(replicas) if not replica.leaving]
+        """On the replica that runs least of those with enough memory; of these the youngest."""
         candidates = [request for request in self.requests if _wants_turn(request)]
-        if not open_ or not candidates:
+        for turn in sorted(candidates, key=lambda request: (request.strikes_alone, request.order)):
+            open_ = [replica for replica in reversed(replicas) if not replica.leaving and _fits(turn, replica)]
+            if open_:
+                break
+        else:
             return
-        turn = min(candidates, key=lambda request: (request.strikes_alone, request.order))
         self._replica = min(open_, key=lambda replica: replica.num_running)
         self._replica.reserved_for = turn
         _mark(turn, _live(turn), replicas)
@@ -159,6 +161,11 @@ def _got_on(sequence: Sequence, replica: Replica) -> bool:
     search = sequence.request.search
     struck_at = sequence.struck_at if search is None else search.struck_at
     return _length(sequence, (replica,)) >= struck_at + CLEAR_TOKENS
+
+
+def _fits(request: Request, replica: Replica) -> bool:
+    """Whether it could run to its end there."""
+    return all(each.limit <= replica.kv.capacity and replica.may_hold(each) for each in _live(request))
 
 
 def _is_aboard(request: Request, replica: Replica) -> bool:

@@ -206,3 +206,22 @@ def test_what_rested_meanwhile_is_told_that_it_fits_nowhere(fields: dict[str, An
     simulation.run()
     assert fitting.sequences[0].finish_reason is FinishReason.LENGTH
     simulation.check_empty()
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"n": 2, "beam_width": 2, "temperature": 0.0}], ids=["choices", "beams"])
+def test_a_suspect_has_its_turn_where_there_is_memory_for_it(fields: dict[str, Any]) -> None:
+    simulation = Simulation(28, max_model_len=64)
+    request = simulation.submit([5] * 10, max_tokens=30, ignore_eos=True, **fields)
+    simulation.tick()
+    for num_blocks in (28, 28, 9):
+        simulation.start_worker(num_blocks)
+    for _ in range(2):
+        aboard = [each for each in simulation.core.replicas if any(s.request is request for s in each.aboard())]
+        simulation.plan(aboard[0])
+        simulation.kill_worker(aboard[0])
+        simulation.tick()
+    assert simulation.core.suspects.turn is request
+    simulation.run()
+    assert {each.finish_reason for each in request.sequences} == {FinishReason.LENGTH}
+    simulation.check_outputs()
+    simulation.check_empty()
