@@ -1,7 +1,8 @@
 """The process that renders chat templates: ``python -P -m tokenizer_service.template_child SECONDS``.
 
 It reads requests from standard input and answers each on standard output, as msgpack behind a length of four bytes. The
-first holds the templates; every other one is a chat. It ends with its standard input.
+first holds the templates; every other one is a chat. Each has a number, and so has its answer. It ends with its standard
+input.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ def serve(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
             except ChatError as error:
                 answer = {"error": str(error)}
             signal.setitimer(signal.ITIMER_REAL, 0)
+        answer["number"] = request["number"]
         body = msgpack.packb(answer, unicode_errors="surrogatepass")
         sink.write(len(body).to_bytes(4, "little") + body)
         sink.flush()

@@ -36,6 +36,8 @@ class TemplateRunner:
         self._limit_s = limit_s
         self._child: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
+        self._number = 0
+        """Of the last request; its answer has the same, so that nobody gets the prompt of somebody else."""
 
     async def start(self) -> dict[str, str]:
         """Start the child, in place of one that a chat has needed already; returns the errors of templates that do not
@@ -54,8 +56,14 @@ class TemplateRunner:
                 "this model has no chat template; start the server with --chat-template FILE, or use /v1/completions",
                 "messages",
             )
-        async with self._turn:
-            answer = await self._ask_within_limit(chat)
+        wanted = asyncio.Event()
+        wanted.set()
+        try:
+            # What was begun goes on without its caller: a chat that is aborted costs no child.
+            answer = await asyncio.shield(self._in_turn(chat, wanted))
+        except asyncio.CancelledError:
+            wanted.clear()
+            raise
         if "error" in answer:
             raise RequestError(answer["error"], "messages")
         return str(answer["text"])
@@ -65,10 +73,14 @@ class TemplateRunner:
         async with self._turn:
             await self._kill()
 
+    async def _in_turn(self, chat: bytes, wanted: asyncio.Event) -> dict[str, Any]:
+        async with self._turn:
+            return await self._ask_within_limit(chat) if wanted.is_set() else {}
+
     async def _ask_within_limit(self, chat: bytes) -> dict[str, Any]:
-        if self._child is None or self._child.returncode is not None:
-            await self._start()
         try:
+            if self._child is None or self._child.returncode is not None:
+                await self._start()
             return await asyncio.wait_for(self._ask({"chat": chat}), self._limit_s)
         except TimeoutError:
             await self._kill()
@@ -76,7 +88,7 @@ class TemplateRunner:
         except (asyncio.IncompleteReadError, OSError):
             await self._kill()
             raise RequestError("the process that renders chat templates died", "messages", ErrorCode.INTERNAL) from None
-        except asyncio.CancelledError:
+        except BaseException:
             await self._kill()
             raise
 
@@ -92,18 +104,26 @@ class TemplateRunner:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))},
         )
-        answer = await self._ask(self._load)
+        try:
+            answer = await self._ask(self._load)
+        except BaseException:
+            await self._kill()
+            raise
         return dict(answer["errors"])
 
     async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         assert self._child is not None
         assert self._child.stdin is not None
         assert self._child.stdout is not None
-        body = msgpack.packb(request)
+        self._number += 1
+        body = msgpack.packb({**request, "number": self._number})
         self._child.stdin.write(len(body).to_bytes(4, "little") + body)
         await self._child.stdin.drain()
         size = int.from_bytes(await self._child.stdout.readexactly(4), "little")
-        return dict(msgpack.unpackb(await self._child.stdout.readexactly(size)))
+        answer = dict(msgpack.unpackb(await self._child.stdout.readexactly(size)))
+        if answer.pop("number") != self._number:
+            raise ConnectionError("the answer belongs to another request")
+        return answer
 
     async def _kill(self) -> None:
         child, self._child = self._child, None

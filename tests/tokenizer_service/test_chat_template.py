@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgpack
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -295,6 +296,39 @@ async def test_a_chat_before_the_start_leaves_one_child() -> None:
     assert await early.render(chat) == first
     await early.close()
     assert children() <= before
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.001, 0.02, 0.1, 0.3])
+async def test_nobody_gets_the_prompt_of_a_chat_that_was_aborted(pause_s: float) -> None:
+    """While the child starts, and while it renders."""
+    runner = TemplateRunner({"default": GEMMA}, SPECIAL)
+
+    def chat(number: int) -> bytes:
+        return json.dumps({"messages": [{"role": "user", "content": f"chat {number}"}]}).encode()
+
+    for number in range(4):
+        asking = [asyncio.ensure_future(runner.render(chat(10 * number + each))) for each in range(3)]
+        await asyncio.sleep(pause_s)
+        for task in asking[:2]:
+            task.cancel()
+        assert f"chat {10 * number + 2}" in await asking[2]
+        assert f"chat {10 * number + 5}" in await runner.render(chat(10 * number + 5))
+    await runner.close()
+
+
+async def test_an_answer_to_somebody_else_is_not_taken() -> None:
+    runner = TemplateRunner({"default": GEMMA}, SPECIAL)
+    chat = json.dumps({"messages": ASK}).encode()
+    expected = await runner.render(chat)
+    runner._number += 1  # as if an answer had been left unread
+    assert runner._child is not None
+    assert runner._child.stdin is not None
+    body = msgpack.packb({"chat": chat, "number": 0})
+    runner._child.stdin.write(len(body).to_bytes(4, "little") + body)
+    with pytest.raises(RequestError, match="died"):
+        await runner.render(chat)
+    assert await runner.render(chat) == expected
+    await runner.close()
 
 
 def children() -> set[int]:
