@@ -1,8 +1,8 @@
 """The process that renders chat templates: ``python -P -m tokenizer_service.template_child SECONDS``.
 
 It reads requests from standard input and answers each on standard output, as msgpack behind a length of four bytes. The
-first holds the templates; every other one is a chat. Each has a number, and so has its answer. It ends with its standard
-input.
+first holds the templates; every other one is a chat. Each has a number, which its answer repeats. It ends with its
+standard input.
 """
 
 from __future__ import annotations
