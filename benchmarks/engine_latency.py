@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,10 +29,10 @@ import numpy as np
 from benchmarks.simulated import print_table, write_result
 from core_engine.block_pool import BlockPool
 from core_engine.core import CoreConfig, EngineCore
-from core_engine.engine import GC_THRESHOLDS
 from core_engine.prefix_hash import block_digest, root_digest
 from core_engine.request import Request, Sequence
 from core_engine.scheduler import SchedulerConfig
+from headrace.simulate.run import quiet_collector
 from shared.messages import Epoch, FinishReason, Int32, StepResult
 from shared.sampling import SamplingParams
 
@@ -117,20 +115,6 @@ def fill_with_prefixes(pool: BlockPool) -> None:
         pool.release(table)
 
 
-@contextmanager
-def collector_of_the_engine() -> Iterator[None]:
-    """What lives long is set apart once, as the engine does when a worker joins."""
-    thresholds = gc.get_threshold()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
-
-
 def microseconds(seconds: list[float]) -> dict[str, float]:
     return {
         "median_us": 1e6 * float(np.median(seconds)),
@@ -150,7 +134,7 @@ def planning(rounds: int) -> list[dict[str, Any]]:
             for _ in range(20):
                 engine.step()
     found = []
-    with collector_of_the_engine():
+    with quiet_collector():
         for case, ending in (("seats full", 0), ("moving", 4)):
             took: dict[int, list[float]] = {num_blocks: [] for num_blocks in engines}
             for _ in range(rounds):
@@ -179,7 +163,7 @@ def long_prompt(rounds: int) -> list[dict[str, Any]]:
         for _ in range(8):
             engine.step()
         calls: dict[str, list[dict[str, float]]] = {"new": [], "cached": [], "begins like another": []}
-        with collector_of_the_engine():
+        with quiet_collector():
             for _ in range(rounds):
                 prompt = engine.prompt(LONG)
                 calls["new"].append(until_first_token(engine, prompt))
@@ -216,7 +200,7 @@ def large_pool() -> dict[str, Any]:
     made_s = time.thread_time() - began
     prompts = (2 * MANY * BLOCK_SIZE) // 2000
     took: list[float] = []
-    with collector_of_the_engine():
+    with quiet_collector():
         engine.longest = {}
         for number in range(prompts):
             if number == prompts // 2:

@@ -219,3 +219,18 @@ def reference_model(model: Path) -> Any:
         folder = model.parent if where else model
         _models[model] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **where).eval()
     return _models[model]
+
+
+def beam_search(reference: Any, prompt: list[int], width: int, num_tokens: int, **options: Any) -> Any:
+    """What ``generate`` of transformers finds with ``width`` beams, best first."""
+    with torch.no_grad():
+        return reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=num_tokens,
+            pad_token_id=0,
+            **options,
+        )

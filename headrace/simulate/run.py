@@ -130,7 +130,7 @@ class Simulator:
             on_finished: called with the number of requests that have ended or were refused since the call before.
         """
         told = 0
-        with _quiet_collector():
+        with quiet_collector():
             while (now := min(self._coming(), self._ends[0][0] if self._ends else math.inf)) < math.inf:
                 self.now = max(self.now, now)
                 while self._coming() <= self.now:
@@ -326,7 +326,7 @@ def _params(max_tokens: int, n: int) -> SamplingParams:
 
 
 @contextmanager
-def _quiet_collector() -> Iterator[None]:
+def quiet_collector() -> Iterator[None]:
     """As in the engine: what lives long is not looked at, and the rest less often."""
     thresholds = gc.get_threshold()
     gc.collect()

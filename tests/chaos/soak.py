@@ -236,7 +236,7 @@ def main() -> int:
     if not (model / "tokenizer.json").exists():
         make_checkpoint(model, "llama")
     # oneDNN keeps code for up to 1,024 shapes of products (30 MB), which takes more requests than these to fill.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     deployment = Deployment(
         options.work / "logs",
         str(model),

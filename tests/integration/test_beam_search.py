@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from runner_harness import reference_model
+from runner_harness import beam_search, reference_model
 from tiny_models import TinyModels
 
 from headrace import LLM, BeamSearchParams
@@ -40,18 +39,7 @@ def expected(
     reference = reference_model(model)
     ends = reference.generation_config.eos_token_id
     ends = (ends if isinstance(ends, list) else [] if ends is None else [ends]) + (eos_token_id or [])
-    with torch.no_grad():
-        found = reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            num_beams=WIDTH,
-            num_return_sequences=WIDTH,
-            max_new_tokens=OUTPUT,
-            pad_token_id=0,
-            eos_token_id=ends or None,
-            **options,
-        )
+    found = beam_search(reference, prompt, WIDTH, OUTPUT, eos_token_id=ends or None, **options)
     outputs = []
     for row in found[:, len(prompt) :].tolist():
         end = next((place for place, token in enumerate(row) if token in ends), len(row) - 1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from runner_harness import reference_model
+from runner_harness import beam_search, reference_model
 from tiny_models import TinyModels
 
 from tests.integration.streams import CHAT, COMPLETIONS, both, refusal, stream_of
@@ -57,19 +57,15 @@ def test_scores_are_those_of_transformers(server: Any, model: pathlib.Path, leng
     body = {**SEARCH, "prompt": prompt, "length_penalty": length_penalty, "logprobs": 3}
     whole, _ = both(server, COMPLETIONS, body)
     reference = reference_model(model)
-    with torch.no_grad():
-        found = reference.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            num_beams=WIDTH,
-            num_return_sequences=WIDTH,
-            max_new_tokens=OUTPUT,
-            pad_token_id=0,
-            length_penalty=length_penalty,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
+    found = beam_search(
+        reference,
+        prompt,
+        WIDTH,
+        OUTPUT,
+        length_penalty=length_penalty,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
     scores = found.sequences_scores.tolist()
     for choice, score in zip(whole["choices"], scores, strict=True):
         ids, logprobs = choice["token_ids"], choice["logprobs"]

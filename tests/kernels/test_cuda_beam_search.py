@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cuda_harness import ON_GPU, Job, Stack, ids_of, make_cuda_runner
-from runner_harness import reference_model
+from runner_harness import beam_search, reference_model
 from tiny_models import TinyModels
 
 from shared.logprobs import unpack
@@ -37,17 +37,7 @@ def test_searches_beside_others(tiny_models: TinyModels, device: torch.device) -
     reference = reference_model(folder)
     for number, prompt in enumerate(prompts):
         found = answers[WIDTH * number : WIDTH * (number + 1)]
-        with torch.no_grad():
-            rows = reference.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                do_sample=False,
-                num_beams=WIDTH,
-                num_return_sequences=WIDTH,
-                max_new_tokens=OUTPUT,
-                pad_token_id=0,
-                eos_token_id=END,
-            )[:, len(prompt) :].tolist()
+        rows = beam_search(reference, prompt, WIDTH, OUTPUT, eos_token_id=END)[:, len(prompt) :].tolist()
         assert ids_of(found) == [row[: row.index(END) + 1] if END in row else row for row in rows]
         for answer in found:
             with torch.no_grad():
