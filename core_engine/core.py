@@ -189,26 +189,26 @@ class EngineCore:
             if sequence.request.finished:
                 self._abandon(sequence.request.search)
             return
+        self._abort(sequence)
+        self._ended(sequence, reason)
+
+    def _abandon(self, search: BeamSearch) -> None:
+        """Nobody wants what a search finds."""
+        if search.is_over:
+            return
+        if search.replica is not None:
+            search.request_exit(Exit.ABORT)
+        else:
+            self._abort(search.leader)
+        search.is_over = True
+
+    def _abort(self, sequence: Sequence) -> None:
+        """Take a sequence off its worker, or out of the queue, for good."""
         if sequence.slot is not None:
             self._replica_of(sequence).request_exit(sequence, Exit.ABORT)
         elif not sequence.resting:
             self.waiting.remove(sequence)
         let_go(sequence)
-        self._ended(sequence, reason)
-
-    def _abandon(self, search: BeamSearch) -> None:
-        """Nobody wants what a search finds."""
-        leader = search.leader
-        if search.is_over:
-            return
-        if search.replica is not None:
-            search.request_exit(Exit.ABORT)
-        elif leader.slot is not None:
-            self._replica_of(leader).request_exit(leader, Exit.ABORT)
-        elif not leader.resting:
-            self.waiting.remove(leader)
-        let_go(leader)
-        search.is_over = True
 
     def rename(self, sequence: Sequence, handle: int) -> None:
         """The front end has submitted the request again, under another handle."""

@@ -25,17 +25,14 @@ from typing import TYPE_CHECKING
 from core_engine.admission import Admission
 from core_engine.replica import Replica
 from core_engine.request import Sequence
-from core_engine.sharing import Underway
+from core_engine.sharing import startable
 from core_engine.step_time import StepCosts, StepLoad
-from core_engine.waiting_queue import first_not_in
 
 if TYPE_CHECKING:
     from core_engine.scheduler import SchedulerConfig
 
 TOKENS_AFTER = 32
 """Decode steps that count beside the first token, so that a warm cache does not gather all rows on one replica."""
-MOST_LOOKED_AT = 64
-"""Sequences that a replica leaves to others in one step before it looks no further."""
 
 
 class Prospect:
@@ -157,25 +154,12 @@ class Router:
     def sequences_for(
         self, replica: Replica, waiting: Callable[[], Iterable[Sequence]], config: SchedulerConfig, now: float
     ) -> Iterator[Sequence]:
-        """The waiting sequences that ``replica`` should admit, in order; each is taken before the next is asked for.
-
-        Args:
-            waiting: gives those that wait now, in order.
-        """
+        """The waiting sequences that ``replica`` should admit (``startable``)."""
         prospects = self.prospects(config, now)
         own = next(prospect for prospect in prospects if prospect.replica is replica)
         others = [prospect for prospect in prospects if prospect is not own and prospect.is_open]
-        underway, passed = Underway(replica), set[Sequence]()
-        while (sequence := first_not_in(passed, waiting(), MOST_LOOKED_AT)) is not None:
-            if sequence.load is not None:
-                passed.add(sequence)
-                continue
-            goes_elsewhere = others and choose(sequence, (own, *others)) not in (own, None)
-            if goes_elsewhere or underway.makes_wait(sequence):
-                passed.add(sequence)
-            else:
-                yield sequence
-                if sequence.slot is None:
-                    passed.add(sequence)  # it waits for what is copied from host memory
-                else:
-                    underway.add(sequence)
+
+        def goes_elsewhere(sequence: Sequence) -> bool:
+            return bool(others) and choose(sequence, (own, *others)) not in (own, None)
+
+        return startable(replica, waiting, goes_elsewhere)

@@ -21,13 +21,13 @@ from core_engine.metrics import EngineMetrics
 from core_engine.pressure import Wait
 from core_engine.replica import Replica
 from core_engine.request import Exit, Sequence
-from core_engine.routing import MOST_LOOKED_AT, Router
-from core_engine.sharing import Underway, fork, forks_of
+from core_engine.routing import Router
+from core_engine.sharing import fork, forks_of, startable
 from core_engine.slot_table import Slots
 from core_engine.step_draft import Draft, commit
 from core_engine.step_record import StepRecord
 from core_engine.suspects import Suspects
-from core_engine.waiting_queue import WaitingQueue, first_not_in
+from core_engine.waiting_queue import WaitingQueue
 from shared.messages import Step
 
 
@@ -341,25 +341,13 @@ class Scheduler:
         room.budget -= count
 
     def _candidates(self, replica: Replica) -> Iterator[Sequence]:
-        """The waiting sequences that this replica should admit, in order; each is taken before the next is asked for.
-
-        None of them has to wait for a prompt that is being computed and that it will share.
-        """
+        """The waiting sequences that this replica should admit (``startable``)."""
         self.waiting.refresh(self.router.replicas)
+        admissible = functools.partial(self._admissible, replica)
         if len(self.router.replicas) > 1 and replica.reserved_for is None:
-            admissible = functools.partial(self._admissible, replica)
             yield from self.router.sequences_for(replica, admissible, self.config, self._clock())
-            return
-        underway, passed = Underway(replica), set[Sequence]()
-        while (sequence := first_not_in(passed, self._admissible(replica), MOST_LOOKED_AT)) is not None:
-            if underway.makes_wait(sequence):
-                passed.add(sequence)
-                continue
-            yield sequence
-            if sequence.slot is None:
-                passed.add(sequence)  # it waits for what is copied from host memory
-            else:
-                underway.add(sequence)
+        else:
+            yield from startable(replica, admissible)
 
     def _admissible(self, replica: Replica) -> Iterable[Sequence]:
         found = self.suspects.admissible(replica, self.waiting) if self.suspects.requests else self.waiting

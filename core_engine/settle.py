@@ -82,7 +82,7 @@ def settle(replica: Replica, step: StepInFlight, result: StepResult, stops: Stop
     kv.pool.release(step.copied)
     sampled, tokens, records = step.sampled, result.tokens, result.logprobs
     wanted = ~(slots.ended[sampled] | slots.searching[sampled])
-    searched = _searched(slots, sampled, records)
+    searched = _searched(slots, sampled, records) if replica.searches else []
     if not wanted.all():
         sampled, tokens, records = sampled[wanted], tokens[wanted], _kept(records, wanted)
     before = slots.num_tokens[sampled]

@@ -11,17 +11,45 @@ prompt there a little later is passed over for as long: two newcomers with one n
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 
 from core_engine.admission import Admission
 from core_engine.replica import Replica
 from core_engine.request import Sequence
+from core_engine.waiting_queue import first_not_in
 
 LEAST_COMMON = 64
 """Tokens of a prefix that is worth waiting for."""
 LEAST_SHARE = 4
 """One in so many of the tokens that are to be computed must be saved."""
+MOST_LOOKED_AT = 64
+"""Waiting sequences that a step passes over before it looks no further."""
 MOST_COMPARED = 8
 """Sequences with the same first block that a newcomer is compared with, the last ones to start."""
+
+
+def startable(
+    replica: Replica,
+    waiting: Callable[[], Iterable[Sequence]],
+    goes_elsewhere: Callable[[Sequence], bool] = lambda sequence: False,
+) -> Iterator[Sequence]:
+    """The waiting sequences that ``replica`` should start, in order; each is started, or begins to be loaded, before
+    the next is asked for. None of them has to wait for a prompt that is being computed and that it will share.
+
+    Args:
+        waiting: gives those that wait now, in order.
+        goes_elsewhere: whether another replica should start it.
+    """
+    underway, passed = Underway(replica), set[Sequence]()
+    while (sequence := first_not_in(passed, waiting(), MOST_LOOKED_AT)) is not None:
+        if sequence.load is not None or goes_elsewhere(sequence) or underway.makes_wait(sequence):
+            passed.add(sequence)
+            continue
+        yield sequence
+        if sequence.slot is None:
+            passed.add(sequence)  # it waits for what is copied from host memory
+        else:
+            underway.add(sequence)
 
 
 class Underway:

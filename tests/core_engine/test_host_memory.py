@@ -248,17 +248,22 @@ def test_reset_forgets_every_tier() -> None:
     assert simulation.core.reset_prefix_cache().num_host == 4
 
 
-@pytest.mark.parametrize("ticks", range(8))
-def test_reset_while_a_load_is_under_way(ticks: int) -> None:
-    """What was copied from forgotten KV is never found."""
-    simulation = tiered()
+def come_back(simulation: Simulation, ticks: int, max_tokens: int) -> None:
+    """A prompt that the device has lost to another one is asked for again, ``ticks`` ago."""
     simulation.submit(prompt(17), max_tokens=1)
     run(simulation)
     simulation.submit(prompt(30, 1), max_tokens=1)
     run(simulation)
-    simulation.submit(prompt(17), max_tokens=8, ignore_eos=True)
+    simulation.submit(prompt(17), max_tokens=max_tokens, ignore_eos=True)
     for _ in range(ticks):
         simulation.tick()
+
+
+@pytest.mark.parametrize("ticks", range(8))
+def test_reset_while_a_load_is_under_way(ticks: int) -> None:
+    """What was copied from forgotten KV is never found."""
+    simulation = tiered()
+    come_back(simulation, ticks, max_tokens=8)
     simulation.core.reset_prefix_cache()
     run(simulation)
     hits = simulation.core.metrics.host_hits.value
@@ -272,13 +277,7 @@ def test_reset_while_a_load_is_under_way(ticks: int) -> None:
 @pytest.mark.parametrize("ticks", range(6))
 def test_a_leaving_replica_drops_its_loads(ticks: int) -> None:
     simulation = tiered(num_workers=1)
-    simulation.submit(prompt(17), max_tokens=1)
-    run(simulation)
-    simulation.submit(prompt(30, 1), max_tokens=1)
-    run(simulation)
-    simulation.submit(prompt(17), max_tokens=3, ignore_eos=True)
-    for _ in range(ticks):
-        simulation.tick()
+    come_back(simulation, ticks, max_tokens=3)
     simulation.replica.leaving = True
     simulation.start_worker()
     run(simulation)
