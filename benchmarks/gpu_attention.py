@@ -25,9 +25,10 @@ import torch
 
 from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import TritonPagedAttention
-from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode, prefill_tiles
+from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import DecodeConfig, decode, decode_config, make_decode_workspace
-from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill
+from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill
+from gpu_worker.kernels.prefill_plan import TileCut, prefill_items
 
 LAUNCH_US = 4.5
 EXPECTED_BYTES_PER_US = 3.8e6
@@ -50,11 +51,12 @@ LARGE_BLOCKS = Shape("0.6B bs64", 16, block_size=64)
 DECODES = [(batch, context) for batch in (1, 8, 32, 256) for context in (128, 1024, 4096)]
 DECODES += [(1, 8192), (8, 32768), (64, 8192)]
 PREFILLS = [(1, 1024, 1024), (8, 1024, 1024), (1, 8192, 8192), (1, 2048, 16384), (8, 32, 4096)]
+PREFILLS += [(1, 992, 4096), (1, 1120, 5000), (1, 1248, 4096), (1, 256, 8192), (1, 64, 65536)]
 """(spans, query tokens, context)."""
 EXPECTED_TFLOPS = {
-    "0.6B": (180, 330, 400, 410, 20),
-    "8B": (250, 350, 410, 420, 30),
-    "0.6B bs64": (190, 350, 420, 430, 20),
+    "0.6B": (180, 330, 400, 410, 20, 380, 380, 380, 250, 250),
+    "8B": (250, 350, 410, 420, 30, 400, 400, 400, 350, 350),
+    "0.6B bs64": (190, 350, 420, 430, 20, 380, 380, 380, 250, 250),
 }
 SEARCHED_DECODES = [(256, 1024), (32, 4096), (64, 8192), (256, 128), (1, 1024), (8, 1024)]
 DECODE_CONFIGS = [
@@ -65,10 +67,10 @@ DECODE_CONFIGS = [
     )
 ]  # fmt: skip
 PREFILL_CONFIGS = [
-    PrefillConfig(rows, keys, warps, stages)
-    for rows, keys, warps, stages in (
-        (128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2),
-        (128, 64, 4, 3), (128, 32, 8, 3),
+    PrefillConfig(rows, keys, warps, stages, programs)
+    for rows, keys, warps, stages, programs in (
+        (128, 64, 8, 3, 1), (128, 64, 8, 2, 1), (128, 128, 8, 2, 1), (64, 64, 4, 3, 2), (64, 64, 4, 2, 2),
+        (64, 128, 4, 2, 1), (128, 64, 4, 3, 1), (128, 32, 8, 3, 1), (64, 64, 4, 2, 1),
     )
 ]  # fmt: skip
 
@@ -207,12 +209,16 @@ class PrefillBench:
     def time(self, config: PrefillConfig) -> float:
         caches, shape = self.caches, self.shape
         group = shape.heads // shape.kv_heads
-        tiles = torch.from_numpy(prefill_tiles(self.spans, config.rows // group)).cuda()
+        workspace = make_prefill_workspace(shape.kv_heads, num_sms(), self.query.device)
+        programs = config.programs_per_sm * num_sms()
+        cut = TileCut(config.rows // group, shape.kv_heads, programs, config.keys, workspace.max_pieces)
+        items = torch.from_numpy(prefill_items(self.spans, cut)).cuda()
 
         def launch(index: int) -> None:
             cache = caches.layers[index % caches.num_layers]
             prefill(
-                self.query, cache, tiles, caches.tables, self.output, shape.head_dim**-0.5, None, config
+                self.query, cache, items, caches.tables, self.output, shape.head_dim**-0.5, None, config, programs,
+                workspace,
             )  # fmt: skip
 
         return graph_us(launch, 8)

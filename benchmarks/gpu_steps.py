@@ -3,7 +3,7 @@
     python benchmarks/gpu_steps.py --models qwen3-0.6b llama-3.1-8b --profile --out steps.json
 
 Random weights of real shapes. A case is ROWSxCONTEXT decode rows, with +TOKENS prefill tokens of one prompt beside
-them.
+them, which @START tokens of the prompt come before.
 ``device`` is a step's time when its graph is replayed again and again; ``period`` the time between the ends of steps
 that the runner launches as a worker does, two ahead of the results; ``host`` what ``launch`` takes.
 """
@@ -94,17 +94,20 @@ class Bench:
     def measure(self, case: str, steps: int, profiled: bool) -> dict[str, Any]:
         shape, _, tokens = case.partition("+")
         rows, context = (int(number) for number in shape.split("x"))
-        prefill = int(tokens or 0)
+        prefill, start = (int(number or 0) for number in tokens.partition("@")[::2])
+        length = start + prefill
         self.fill(rows, context, 4 * steps + 40)
+        self.last_key = None
         slot = rows
         entries = [(row, row) for row in range(rows)]
 
         def launch() -> Any:
             if not prefill:
                 return self.runner.launch(self.step(decode=range(rows), sample=entries))
-            blocks = [(slot, self.block()) for _ in range(-(-prefill // BLOCK_SIZE) + 1)]
+            blocks = [(slot, self.block()) for _ in range(-(-length // BLOCK_SIZE) + 1)]
             step = self.step(
-                new=[self.request(slot, prefill, 0)], new_tokens=np.full(prefill, 7), prefill=[(slot, 0, prefill)],
+                new=[self.request(slot, length, start)], new_tokens=np.full(length, 7),
+                prefill=[(slot, start, prefill)],
                 decode=range(rows), sample=[(0, slot), *((row + 1, row) for row in range(rows))], blocks=blocks,
                 released=[slot] if self.runner.state.active[slot] else [],
             )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
@@ -12,7 +13,7 @@ from shared.logging import get_logger
 
 log = get_logger()
 LAUNCH_BOUND = 1.5
-"""A step that the device computes for this many times as long as the host launches it gains nothing from a graph, and
+"""A step that the device computes for this many times as long as the host launches one gains nothing from a graph, and
 the next one would wait while it is captured."""
 
 
@@ -46,6 +47,7 @@ class GraphCache:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._is_worth: dict[Hashable, bool] = {}
+        self._launch_s = math.inf
 
     def clear(self) -> None:
         """Forget all graphs: memory that they know has moved. Their pool ends with the last of them."""
@@ -70,8 +72,13 @@ class GraphCache:
         return self._is_worth.get(key, False)
 
     def note(self, key: Hashable, launch_s: float, compute_s: float) -> None:
-        """The host took so long to launch it kernel by kernel, and the device to compute it; from any thread."""
-        self._is_worth[key] = compute_s < LAUNCH_BOUND * launch_s
+        """The host took so long to launch it kernel by kernel, and the device to compute it; from any thread.
+
+        Steps have as many launches whatever their shape. The least time counts: the first of a shape often includes
+        loading kernels.
+        """
+        self._launch_s = min(self._launch_s, launch_s)
+        self._is_worth[key] = compute_s < LAUNCH_BOUND * self._launch_s
 
     def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch once with inputs that change nothing, and capture what was launched, for later steps."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.kernels.attention_plan import prefill_tiles
+from gpu_worker.kernels.prefill_plan import COLUMNS, TileCut, max_items, prefill_items
 from shared.messages import Step
 from shared.step_shapes import ROWS, padded_rows, padded_total
 
@@ -30,12 +30,12 @@ class MixedShape(NamedTuple):
     """Decode rows, padding included."""
     tokens: int
     """Prefill tokens, padding included."""
-    tile_tokens: int
-    """Query tokens of an attention tile."""
+    cut: TileCut
+    """Of attention."""
 
     @property
-    def num_tiles(self) -> int:
-        return self.tokens // self.tile_tokens + MAX_PREFILLS
+    def num_items(self) -> int:
+        return 1 + max_items(self.tokens, MAX_PREFILLS, self.cut)
 
     @property
     def num_samples(self) -> int:
@@ -44,13 +44,13 @@ class MixedShape(NamedTuple):
     @property
     def size(self) -> int:
         """int32 values of ``pack``."""
-        return self.rows + 4 * (MAX_PREFILLS + 1) + 4 * self.num_tiles + 2 * self.num_samples
+        return self.rows + 4 * (MAX_PREFILLS + 1) + COLUMNS * self.num_items + 2 * self.num_samples
 
     def unpack(self, packed: torch.Tensor) -> MixedInputs:
         """Views of ``packed`` [size] int32."""
-        sizes = [self.rows, 4 * (MAX_PREFILLS + 1), 4 * self.num_tiles, self.num_samples, self.num_samples]
-        slots, spans, tiles, sample, sample_slots = torch.split(packed[: self.size], sizes)
-        return MixedInputs(slots, spans.view(-1, 4), tiles.view(-1, 4), sample, sample_slots)
+        sizes = [self.rows, 4 * (MAX_PREFILLS + 1), COLUMNS * self.num_items, self.num_samples, self.num_samples]
+        slots, spans, items, sample, sample_slots = torch.split(packed[: self.size], sizes)
+        return MixedInputs(slots, spans.view(-1, 4), items.view(-1, COLUMNS), sample, sample_slots)
 
 
 class MixedInputs(NamedTuple):
@@ -60,27 +60,27 @@ class MixedInputs(NamedTuple):
     """[rows]."""
     spans: torch.Tensor
     """[MAX_PREFILLS + 1, 4] as of ``gather_span_inputs``, among the prefill tokens."""
-    tiles: torch.Tensor
-    """[num_tiles, 4] as of ``prefill_tiles``, among all tokens."""
+    items: torch.Tensor
+    """[num_items, COLUMNS] as of ``prefill_items``, among all tokens."""
     sample: torch.Tensor
     """[num_samples] the token whose logits are wanted."""
     sample_slots: torch.Tensor
     """[num_samples]."""
 
 
-def shape_of(step: Step, tile_tokens: int, max_rows: int) -> MixedShape | None:
+def shape_of(step: Step, cut: TileCut, max_rows: int) -> MixedShape | None:
     """The least shape that holds a step; None: none does."""
     num_tokens, rows = int(step.prefill[:, 2].sum()), padded_rows(len(step.decode))
     if rows is None or len(step.decode) > max_rows or num_tokens > MAX_TOKENS or len(step.prefill) > MAX_PREFILLS:
         return None
     rows = min(rows, max_rows)
-    shape = MixedShape(rows, padded_total(rows + num_tokens) - rows, tile_tokens)
+    shape = MixedShape(rows, padded_total(rows + num_tokens) - rows, cut)
     return shape if len(step.sample) <= shape.num_samples else None
 
 
-def largest_shape(tile_tokens: int) -> MixedShape:
+def largest_shape(cut: TileCut) -> MixedShape:
     """No shape has a part that is larger than this one's."""
-    return MixedShape(ROWS[-1], padded_total(ROWS[-1] + MAX_TOKENS), tile_tokens)
+    return MixedShape(ROWS[-1], padded_total(ROWS[-1] + MAX_TOKENS), cut)
 
 
 def pack(shape: MixedShape, padding_slot: int, step: Step) -> Int32:
@@ -97,12 +97,12 @@ def pack(shape: MixedShape, padding_slot: int, step: Step) -> Int32:
     spans[: len(prefill), :3], spans[: len(prefill), 3] = prefill, first
     spans[len(prefill), 2:] = shape.tokens - total, total
     contexts = np.stack([prefill[:, 0], shape.rows + first, counts, prefill[:, 1] + counts], 1)
-    tiles = np.zeros((shape.num_tiles, 4), np.int32)
-    cut = prefill_tiles(contexts.astype(np.int32), shape.tile_tokens)
-    tiles[: len(cut)] = cut
+    items = np.zeros((shape.num_items, COLUMNS), np.int32)
+    made = prefill_items(contexts.astype(np.int32), shape.cut)
+    items[: len(made)] = made
     sample = np.zeros(shape.num_samples, np.int32)
     sample_slots = np.full(shape.num_samples, padding_slot, np.int32)
     rows = samples[:, 0]
     last = np.concatenate([shape.rows + ends - 1, np.arange(len(decode))])
     sample[: len(rows)], sample_slots[: len(rows)] = last[rows], samples[:, 1]
-    return np.concatenate([slots, spans.reshape(-1), tiles.reshape(-1), sample, sample_slots])
+    return np.concatenate([slots, spans.reshape(-1), items.reshape(-1), sample, sample_slots])

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker import cuda_mixed
-from gpu_worker.attention.triton_paged import Metadata, PrefillTiles, TritonPagedAttention
+from gpu_worker.attention.triton_paged import Metadata, PrefillItems, TritonPagedAttention
 from gpu_worker.cuda_graphs import GraphCache, padded_size, padded_sizes
 from gpu_worker.cuda_mixed import MixedShape
 from gpu_worker.cuda_state import CudaState, Int32, forward_rows
@@ -29,6 +29,7 @@ from gpu_worker.host_copies import Returned
 from gpu_worker.host_pool import HostPool
 from gpu_worker.kernels.block_copy import block_copy
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
+from gpu_worker.kernels.prefill_plan import COLUMNS
 from gpu_worker.kernels.prefix_pass import PrefixTables, unpack
 from gpu_worker.kernels.state_kernels import DecodeInputs, gather_decode_inputs, gather_span_inputs, write_back
 from gpu_worker.kv_cache import KVCache
@@ -129,9 +130,8 @@ class CudaRunner:
         """Of the step that is being launched."""
         self._ahead = self._graphs_ahead()
         self._mixed_config = self._prefill_config(cuda_mixed.MAX_TOKENS)
-        group = config.num_heads // config.num_kv_heads
-        self._tile_tokens = max(1, self._mixed_config.rows // group)
-        largest = cuda_mixed.largest_shape(self._tile_tokens)
+        self._mixed_cut = backend.tile_cut(self._mixed_config)
+        largest = cuda_mixed.largest_shape(self._mixed_cut)
         self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
         """``cuda_mixed.pack`` of the step: the input of graphs."""
 
@@ -242,8 +242,8 @@ class CudaRunner:
         starts, counts = step.prefill[:, 1], step.prefill[:, 2]
         ends = np.cumsum(counts, dtype=np.int64)
         contexts = np.stack([step.prefill[:, 0], ends - counts, counts, starts + counts], 1).astype(np.int32)
-        tiles = self.backend.cut_prefill(contexts)
-        arrays = (tiles.table, step.decode, *forward_rows(step), step.sample[:, 1])
+        prefill = self.backend.cut_prefill(contexts)
+        arrays = (prefill.table, step.decode, *forward_rows(step), step.sample[:, 1])
         table, decode, spans, sample, sample_slots = self._update(step, *arrays)
         num_prefill = int(counts.sum())
         total = num_prefill + num_decodes
@@ -260,7 +260,7 @@ class CudaRunner:
             self.block_size,
         )
         metadata = self.backend.prepare_mixed(
-            tiles, table, num_prefill, decode, inputs.positions[num_prefill:] + 1, state.block_tables, self._common()
+            prefill, table, num_prefill, decode, inputs.positions[num_prefill:] + 1, state.block_tables, self._common()
         )
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.lengths, inputs.slot_mapping, metadata)
         prompts = self.prompt_logprobs.score(
@@ -277,7 +277,7 @@ class CudaRunner:
         scored = self.prompt_logprobs.counts[step.prefill[:, 0]] >= 0
         if not self._graphs.enabled or scored.any() or self.backend.shape.batch_invariant or not len(step.prefill):
             return None
-        return cuda_mixed.shape_of(step, self._tile_tokens, self.sizes[-1])
+        return cuda_mixed.shape_of(step, self._mixed_cut, self.sizes[-1])
 
     def _run_mixed_graph(self, step: Step, shape: MixedShape, variant: Variant) -> Samples:
         padding_slot = self.state.padding_slot
@@ -305,9 +305,9 @@ class CudaRunner:
             self.block_size,
         )
         inputs = DecodeInputs(*(torch.cat(parts) for parts in zip(decode, prefill, strict=True)))
-        tiles = PrefillTiles(np.empty((0, 4), np.int32), self._mixed_config, shape.tokens)
+        spans = PrefillItems(np.empty((0, COLUMNS), np.int32), self._mixed_config, shape.tokens)
         metadata = self.backend.prepare_mixed(
-            tiles, step.tiles, 0, step.slots, decode.context_lens, state.block_tables, prefixes
+            spans, step.items, 0, step.slots, decode.context_lens, state.block_tables, prefixes
         )
         # What no row writes is zero: garbage of one step would grow in the next.
         metadata.num_tokens = rows

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.attention.base import AttentionShape, KVScales
-from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode, prefill_tiles
+from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
@@ -22,7 +22,8 @@ from gpu_worker.kernels.paged_decode import (
     decode_config,
     make_decode_workspace,
 )
-from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill, prefill_config
+from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill, prefill_config
+from gpu_worker.kernels.prefill_plan import TileCut, prefill_items
 from gpu_worker.kernels.prefix_pass import (
     PrefixConfig,
     PrefixTables,
@@ -43,11 +44,11 @@ MAX_SPLITS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PrefillTiles:
+class PrefillItems:
     """How a step's prefill spans are cut; made on the host before the step is staged."""
 
     table: Int32
-    """[tiles, 4], of ``attention_plan.prefill_tiles``; the caller copies it to the device with the step."""
+    """Of ``prefill_plan.prefill_items``; the caller copies it to the device with the step."""
     config: PrefillConfig
     num_tokens: int
     """Query tokens of all spans."""
@@ -74,7 +75,8 @@ class Metadata:
     num_tokens: int
     """Query tokens that have an output; others get zeros."""
     decodes: list[DecodeRows]
-    tiles: torch.Tensor | None = None
+    items: torch.Tensor | None = None
+    """Of ``prefill_plan.prefill_items`` for ``prefill_config``."""
     prefill_config: PrefillConfig | None = None
     slot_mapping: torch.Tensor | None = None
     """[tokens] int32 or int64: where keys and values go; set by the runner."""
@@ -124,6 +126,7 @@ class TritonPagedAttention:
             self._prefix_workspace = make_prefix_workspace(
                 self.prefix_layout, self.prefix_config, shape.num_kv_heads, shape.head_dim, device
             )
+        self._prefill_workspace = make_prefill_workspace(shape.num_kv_heads, self.num_sms, device)
         self._workspace: DecodeWorkspace = make_decode_workspace(
             slots, max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device
         )
@@ -173,7 +176,15 @@ class TritonPagedAttention:
         """
         return Metadata(block_tables, len(slots), self._decodes(0, slots, context_lens, prefixes))
 
-    def cut_prefill(self, spans: Int32) -> PrefillTiles:
+    def tile_cut(self, config: PrefillConfig) -> TileCut:
+        """How spans are cut for a configuration of the kernel."""
+        shape, programs = self.shape, config.programs_per_sm * self.num_sms
+        if shape.batch_invariant:
+            return TileCut(1, shape.num_kv_heads, programs, config.keys, max_pieces=0)
+        tile_tokens = max(1, config.rows // self.group)
+        return TileCut(tile_tokens, shape.num_kv_heads, programs, config.keys, self._prefill_workspace.max_pieces)
+
+    def cut_prefill(self, spans: Int32) -> PrefillItems:
         """Cut a step's prefill spans, on the host.
 
         Args:
@@ -186,13 +197,12 @@ class TritonPagedAttention:
         config = prefill_config(
             shape.head_dim, self.widest_dtype, longest, num_tokens * self.group, shape.num_kv_heads, self.num_sms
         )
-        tile_tokens = 1 if shape.batch_invariant else max(1, config.rows // self.group)
-        return PrefillTiles(prefill_tiles(spans, tile_tokens), config, num_tokens)
+        return PrefillItems(prefill_items(spans, self.tile_cut(config)), config, num_tokens)
 
     def prepare_mixed(
         self,
-        prefill_tiles: PrefillTiles,
-        tiles: torch.Tensor,
+        prefill: PrefillItems,
+        items: torch.Tensor,
         decode_start: int,
         slots: torch.Tensor,
         context_lens: torch.Tensor,
@@ -202,8 +212,8 @@ class TritonPagedAttention:
         """For a step of prefill spans and decode rows, either of which may be empty.
 
         Args:
-            prefill_tiles: of ``cut_prefill``.
-            tiles: its table on the device.
+            prefill: of ``cut_prefill``.
+            items: its table on the device.
             decode_start: the query token of the first decode row; the others follow it.
             slots: [rows] int32, of the decode rows.
             context_lens: [rows] int32, of the decode rows.
@@ -211,12 +221,13 @@ class TritonPagedAttention:
             prefixes: what the decode rows have in common, as of ``prepare_decode``.
         """
         decodes = self._decodes(decode_start, slots, context_lens, prefixes)
-        metadata = Metadata(block_tables, prefill_tiles.num_tokens + len(slots), decodes)
+        metadata = Metadata(block_tables, prefill.num_tokens + len(slots), decodes)
         if not self.shape.batch_invariant:
-            metadata.tiles, metadata.prefill_config = tiles, prefill_tiles.config
-        elif len(tiles):
-            by_token = tiles[tiles[:, 1].argsort()]
-            for first, count in _runs(np.sort(prefill_tiles.table[:, 1])):
+            metadata.items, metadata.prefill_config = items, prefill.config
+        elif prefill.num_tokens:
+            # An item is a token.
+            by_token = items[1:][items[1:, 1].argsort()]
+            for first, count in _runs(np.sort(prefill.table[1:, 1])):
                 some, by_token = by_token[:count], by_token[count:]
                 decodes += self._decodes(first, some[:, 0].contiguous(), some[:, 3] + 1)
         return metadata
@@ -270,8 +281,11 @@ class TritonPagedAttention:
         make = torch.zeros if len(query) > metadata.num_tokens else torch.empty
         output = make((len(query), query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
         tables = metadata.block_tables
-        if metadata.tiles is not None and metadata.prefill_config is not None:
-            prefill(query, cache, metadata.tiles, tables, output, scale, window, metadata.prefill_config, *scales)
+        if metadata.items is not None and (config := metadata.prefill_config) is not None:
+            prefill(
+                query, cache, metadata.items, tables, output, scale, window, config, self.tile_cut(config).programs,
+                self._prefill_workspace, *scales,
+            )  # fmt: skip
         for index, rows in enumerate(metadata.decodes):
             plan = self._planned(rows, index, window)
             some = slice(rows.first, rows.first + len(rows.slots))

@@ -244,23 +244,3 @@ def _plan_kernel(
         tl.store(place + 5, tl.load(slots_ptr + first_row, first_row < rows, other=0), is_program)
         if HAS_PREFIXES:
             tl.store(place + 6, load_prefix(prefixes_ptr, first_row, first_context, first_row < rows), is_program)
-
-
-def prefill_tiles(spans: Int32, tile_tokens: int) -> Int32:
-    """Cut prefill spans in tiles of query tokens, those with most work first.
-
-    Args:
-        spans: [p, 4] int32: slot, first query token in the step, query tokens, context with the last of them included.
-        tile_tokens: of a tile at most.
-
-    Returns:
-        [tiles, 4] int32: slot, first query token in the step, query tokens, position of the first one.
-    """
-    slots, starts, counts, contexts = spans.reshape(-1, 4).T.astype(np.int64)
-    tiles = -(-counts // tile_tokens)
-    span = np.repeat(np.arange(len(counts)), tiles)
-    offset = (np.arange(len(span)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_tokens
-    length = np.minimum(counts[span] - offset, tile_tokens)
-    position = contexts[span] - counts[span] + offset
-    table = np.stack([slots[span], starts[span] + offset, length, position], 1).astype(np.int32)
-    return np.ascontiguousarray(table[np.argsort(-position, kind="stable")])

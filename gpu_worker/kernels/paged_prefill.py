@@ -3,6 +3,9 @@
 FlashAttention-2 (Dao, 2023) with the heads that share a KV head packed beside the query tokens in the rows of a tile:
 row r is token ``r // group`` and head ``r % group``. Keys and values, those of the span itself too, are read through
 the block table.
+
+The programs take the items of ``prefill_plan`` in turns. Of a context in pieces each leaves a partial result, and the
+last program that arrives joins them, in their order.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_worker.kernels import prefill_plan
 from gpu_worker.kernels.fp8 import query_operand
 
 LOG2_E = math.log2(math.e)
+COLUMNS = tl.constexpr(prefill_plan.COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,6 +34,37 @@ class PrefillConfig:
     """Tokens of the context in one iteration."""
     num_warps: int
     num_stages: int
+    programs_per_sm: int = 2
+
+
+MAX_ROWS, MAX_CELLS = 128, 128 * 128
+"""Rows, and rows * dimensions, of a tile at most."""
+PIECES = 2
+"""Room for so many pieces' results for each program that runs at a time on a multiprocessor with one of them."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PrefillWorkspace:
+    """What pieces leave; for one stream."""
+
+    values: torch.Tensor
+    """float32 [pieces * kv_heads * MAX_CELLS]."""
+    statistics: torch.Tensor
+    """float32 [pieces * kv_heads * 2 * MAX_ROWS]: maximum and total of each row."""
+    arrivals: torch.Tensor
+    """int32 [pieces * kv_heads], zeros between launches."""
+    max_pieces: int
+
+
+def make_prefill_workspace(kv_heads: int, num_sms: int, device: torch.device) -> PrefillWorkspace:
+    """For ``prefill`` of any configuration."""
+    pieces = PIECES * num_sms // kv_heads
+    return PrefillWorkspace(
+        torch.empty(pieces * kv_heads * MAX_CELLS, dtype=torch.float32, device=device),
+        torch.empty(pieces * kv_heads * 2 * MAX_ROWS, dtype=torch.float32, device=device),
+        torch.zeros(pieces * kv_heads, dtype=torch.int32, device=device),
+        pieces,
+    )
 
 
 def prefill_config(
@@ -48,48 +84,58 @@ def prefill_config(
         return PrefillConfig(rows=16, keys=32 if is_wide else 64, num_warps=4, num_stages=3)
     if is_wide or total * kv_heads < 128 * num_sms or longest <= 64:
         return PrefillConfig(rows=64, keys=32 if is_wide else 64, num_warps=4, num_stages=2 if is_wide else 3)
-    return PrefillConfig(rows=128, keys=64, num_warps=8, num_stages=3)
+    return PrefillConfig(rows=128, keys=64, num_warps=8, num_stages=3, programs_per_sm=1)
 
 
 def prefill(
     query: torch.Tensor,
     cache: torch.Tensor,
-    tiles: torch.Tensor,
+    items: torch.Tensor,
     block_tables: torch.Tensor,
     output: torch.Tensor,
     scale: float,
     window: int | None,
     config: PrefillConfig,
+    programs: int,
+    workspace: PrefillWorkspace,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
     """``softmax(q @ k.T * scale + mask) @ v`` for each query token over its context; scores and sums in float32.
 
-    Only the tokens of ``tiles`` are written.
+    Only the tokens of ``items`` are written.
 
     Args:
         query: [tokens, heads, head_dim] of the model's dtype; a token's heads are contiguous.
         cache: [blocks, 2, kv_heads, block_size, head_dim], keys first, contiguous; of query's dtype or float8_e4m3fn.
-        tiles: [tiles, 4] int32 on the device, of ``attention_plan.prefill_tiles(spans, config.rows // group)``.
+        items: [1 + items or more, COLUMNS] int32 on the device, of ``prefill_plan.prefill_items`` for this ``config``,
+            with no more pieces than ``workspace`` has room for.
         block_tables: [slots, max_blocks] int32, rows contiguous.
         output: [tokens, heads, head_dim] of query's dtype, or flat heads; a token is contiguous.
         window: positions that a token sees, itself included; None: all before it.
+        programs: as of ``TileCut``.
         k_scale: what the cache's keys must be multiplied by.
         v_scale: the same of the values.
     """
     _, heads, head_dim = query.shape
     _, _, kv_heads, block_size, _ = cache.shape
+    dim_tile = triton.next_power_of_2(head_dim)
     assert cache.is_contiguous()
     assert query.stride()[1:] == (head_dim, 1)
     assert heads // kv_heads <= config.rows
-    if not len(tiles):
+    assert config.rows <= MAX_ROWS
+    assert config.rows * dim_tile <= MAX_CELLS
+    if len(items) == 1:
         return
-    _prefill_kernel[(len(tiles), kv_heads)](
+    _prefill_kernel[(min(programs, (len(items) - 1) * kv_heads),)](
         query,
         cache,
         output,
-        tiles,
+        items,
         block_tables,
+        workspace.values,
+        workspace.statistics,
+        workspace.arrivals,
         scale * k_scale * LOG2_E,
         v_scale,
         window or 0,
@@ -99,7 +145,7 @@ def prefill(
         KV_HEADS=kv_heads,
         GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
-        DIM_TILE=triton.next_power_of_2(head_dim),
+        DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size,
         ROWS=config.rows,
         KEYS=config.keys,
@@ -179,13 +225,64 @@ def attend_keys(
     return maximum, total, values
 
 
-@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["table_stride"])
+@triton.jit
+def _leave_piece(
+    maximum,
+    total,
+    values,
+    values_ptr,
+    statistics_ptr,
+    arrivals_ptr,
+    piece,
+    pieces,
+    first_piece,
+    head,
+    KV_HEADS: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Store a piece's result. Returns what all of them sum up to, and whether this program is the last to arrive."""
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
+    cell = row[:, None] * DIM_TILE + dim[None, :]
+    place = (first_piece * KV_HEADS + head).to(tl.int64)
+    mine = place + piece * KV_HEADS
+    tl.store(values_ptr + mine * (ROWS * DIM_TILE) + cell, values)
+    tl.store(statistics_ptr + mine * (2 * ROWS) + row, maximum)
+    tl.store(statistics_ptr + mine * (2 * ROWS) + ROWS + row, total)
+    # All threads' stores come before the count, and all loads of the last to arrive after it.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals_ptr + place, 1, sem="acq_rel", scope="gpu") == pieces - 1
+    tl.debug_barrier()
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, DIM_TILE), tl.float32)
+    if is_last:
+        for other in range(pieces):
+            place_of_other = place + other * KV_HEADS
+            other_maximum = tl.load(statistics_ptr + place_of_other * (2 * ROWS) + row, cache_modifier=".cg")
+            other_total = tl.load(statistics_ptr + place_of_other * (2 * ROWS) + ROWS + row, cache_modifier=".cg")
+            other_values = tl.load(values_ptr + place_of_other * (ROWS * DIM_TILE) + cell, cache_modifier=".cg")
+            new_maximum = tl.maximum(maximum, other_maximum)
+            # A piece that a window hides from a row has a maximum of minus infinity.
+            reference = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            decay, weight = tl.exp2(maximum - reference), tl.exp2(other_maximum - reference)
+            total = total * decay + other_total * weight
+            values = values * decay[:, None] + other_values * weight[:, None]
+            maximum = new_maximum
+        tl.store(arrivals_ptr + place, 0)
+    return total, values, is_last
+
+
+@triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["table_stride", "items_ptr"])
 def _prefill_kernel(
     query_ptr,
     cache_ptr,
     output_ptr,
-    tiles_ptr,
+    items_ptr,
     block_tables_ptr,
+    values_ptr,
+    statistics_ptr,
+    arrivals_ptr,
     scale,
     v_scale,
     window,
@@ -201,37 +298,55 @@ def _prefill_kernel(
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tiles_ptr + 4 * tile)
-    first_token = tl.load(tiles_ptr + 4 * tile + 1)
-    tokens = tl.load(tiles_ptr + 4 * tile + 2)
-    first_position = tl.load(tiles_ptr + 4 * tile + 3)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    units = tl.load(items_ptr) * KV_HEADS
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
     token = row // GROUP
-    place = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-    global_token = (first_token + token).to(tl.int64)[:, None]
-    is_element = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
-    query = tl.load(query_ptr + global_token * query_stride + place, is_element, other=0.0)
+    for turn in range(tl.cdiv(units, programs)):
+        unit = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
+        # Heads vary fastest: programs that run side by side read the same blocks.
+        head = unit % KV_HEADS
+        item_ptr = items_ptr + COLUMNS * (1 + unit // KV_HEADS)
+        is_there = unit < units
+        slot = tl.load(item_ptr, is_there, other=0)
+        first_token = tl.load(item_ptr + 1, is_there, other=0)
+        tokens = tl.load(item_ptr + 2, is_there, other=0)
+        first_position = tl.load(item_ptr + 3, is_there, other=0)
+        begin = tl.load(item_ptr + 4, is_there, other=0)
+        end = tl.load(item_ptr + 5, is_there, other=0)
+        place = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
+        global_token = (first_token + token).to(tl.int64)[:, None]
+        is_element = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
+        query = tl.load(query_ptr + global_token * query_stride + place, is_element, other=0.0)
 
-    position = first_position + token
-    context = first_position + tokens
-    table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
-    head_ptr = cache_ptr + head * (BLOCK_SIZE * HEAD_DIM)
-    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    values = tl.zeros((ROWS, DIM_TILE), tl.float32)
-    if HAS_WINDOW:
-        masked_from = tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS
-    else:
-        masked_from = (first_position + 1) // KEYS * KEYS
+        position = first_position + token
+        context = first_position + tokens
+        table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
+        head_ptr = cache_ptr + head * (BLOCK_SIZE * HEAD_DIM)
+        maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        values = tl.zeros((ROWS, DIM_TILE), tl.float32)
+        if HAS_WINDOW:
+            masked_from = tl.maximum(begin, tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS)
+        else:
+            # Both are multiples of KEYS, unless the keys end before the first that only some rows see.
+            masked_from = tl.minimum(tl.maximum(begin, (first_position + 1) // KEYS * KEYS), end)
+            maximum, total, values = attend_keys(
+                maximum, total, values, query, head_ptr, table_ptr, begin, masked_from, position, context, window,
+                scale, KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, False, False,
+            )  # fmt: skip
         maximum, total, values = attend_keys(
-            maximum, total, values, query, head_ptr, table_ptr, 0, masked_from, position, context, window, scale,
-            KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, False, False,
+            maximum, total, values, query, head_ptr, table_ptr, masked_from, end, position, context, window, scale,
+            KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, HAS_WINDOW, True,
         )  # fmt: skip
-    maximum, total, values = attend_keys(
-        maximum, total, values, query, head_ptr, table_ptr, masked_from, context, position, context, window, scale,
-        KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, HAS_WINDOW, True,
-    )  # fmt: skip
-    # Rows beyond the last token may have seen nothing in their window.
-    result = values * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    tl.store(output_ptr + global_token * output_stride + place, result.to(output_ptr.dtype.element_ty), is_element)
+        pieces = tl.load(item_ptr + 6, is_there, other=1)
+        is_whole = pieces <= 1
+        if pieces > 1:
+            total, values, is_whole = _leave_piece(
+                maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, tl.load(item_ptr + 7), pieces,
+                tl.load(item_ptr + 8), head, KV_HEADS, DIM_TILE, ROWS,
+            )  # fmt: skip
+        # Rows beyond the last token may have seen nothing in their window.
+        result = values * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        pointers = output_ptr + global_token * output_stride + place
+        tl.store(pointers, result.to(output_ptr.dtype.element_ty), is_element & is_whole)

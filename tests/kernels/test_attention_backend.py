@@ -37,8 +37,8 @@ def mixed(
     table = np.array([(s, starts[i], n, c) for i, (s, n, c) in enumerate(spans)], np.int32).reshape(-1, 4)
     cut = backend.cut_prefill(table)
     slots, contexts = (int32([row[column] for row in decodes], device) for column in (0, 1))
-    tiles = torch.from_numpy(cut.table).to(device)
-    metadata = backend.prepare_mixed(cut, tiles, int(starts[-1]), slots, contexts, paged.block_tables)
+    items = torch.from_numpy(cut.table).to(device)
+    metadata = backend.prepare_mixed(cut, items, int(starts[-1]), slots, contexts, paged.block_tables)
     return metadata, int(starts[-1]) + len(decodes)
 
 

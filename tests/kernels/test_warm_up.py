@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from runner_harness import make_runner
 from structlog.testing import capture_logs
 from tiny_models import TinyModels
 
-from gpu_worker import cuda_mixed, cuda_warm_up, kernels
+from gpu_worker import cuda_graphs, cuda_mixed, cuda_warm_up, kernels
 from gpu_worker.cuda_warm_up import FULL, Rows, capture_graphs, compile_kernels
 from gpu_worker.sampling.cuda_sampler import CudaSampler
 from shared import step_shapes
@@ -25,6 +27,8 @@ def test_a_warm_runner_gives_the_ids_of_the_cpu(
     monkeypatch.setattr(cuda_warm_up, "COMPILED_PREFILLS", (32,))
     monkeypatch.setattr(cuda_warm_up, "CAPTURED", (Rows(decode=1), Rows(prefill=8), Rows(decode=16)))
     monkeypatch.setattr(cuda_warm_up, "CAPTURE_S", 600.0)
+    # The interpreter computes while it launches.
+    monkeypatch.setattr(cuda_graphs, "LAUNCH_BOUND", math.inf)
     # Small shapes: the interpreter computes padding as slowly as tokens.
     for module in (cuda_mixed, step_shapes):
         monkeypatch.setattr(module, "ROWS", (2,))
