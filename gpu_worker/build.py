@@ -66,8 +66,9 @@ def with_other_cache(runner: Runner, config: WorkerConfig) -> Runner:
         return _assemble(config, runner.config, runner.model, runner.backend, cache_dtype, device)
     from gpu_worker.cuda_build import assemble
 
-    backend: Any = runner.backend
-    return assemble(config, runner.config, runner.model, backend, cache_dtype, device)
+    on_gpu: Any = runner
+    on_gpu.transfers.close()
+    return assemble(config, runner.config, runner.model, on_gpu.backend, cache_dtype, device)
 
 
 def _on_cuda(

@@ -10,6 +10,7 @@ import torch
 from gpu_worker.attention.base import AttentionShape
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.cuda_runner import CudaRunner
+from gpu_worker.cuda_transfers import bytes_of_pieces
 from gpu_worker.cuda_warm_up import capture_graphs, compile_kernels, peak_of_a_step
 from gpu_worker.host_pool import HostPool, measure_rates
 from gpu_worker.kv_cache import KVCache
@@ -80,7 +81,8 @@ def assemble(
         finish_weights()
     with part_of_start("memory"):
         peak = peak_of_a_step(runner, config.max_num_batched_tokens)
-    size = config.kv_cache_bytes or _free_bytes(config.gpu_memory_utilization, device) - peak - MARGIN_BYTES
+    reserved = peak + MARGIN_BYTES + (bytes_of_pieces(cache.block_bytes) if config.host_bytes else 0)
+    size = config.kv_cache_bytes or _free_bytes(config.gpu_memory_utilization, device) - reserved
     log.info("memory of the GPU", step_peak_mib=peak >> 20, kv_cache_mib=size >> 20)
     cache = KVCache(model_config.num_layers, backend, cache_dtype, device, size, config.num_blocks_override)
     pool = host_pool.result()

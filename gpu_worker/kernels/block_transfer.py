@@ -1,9 +1,9 @@
-"""Whole KV blocks between the pool on the GPU and one in host memory, which the GPU reads and writes by itself.
+"""Whole KV blocks between the pool on the GPU and a piece of its memory where they lie as in host memory.
 
-    on the GPU    layer 0: block 0, 1, 2, …    layer 1: block 0, 1, 2, …    …
-    on the host   block 0: layer 0, 1, 2, …    block 1: layer 0, 1, 2, …    …
+    pool     layer 0: block 0, 1, 2, …    layer 1: block 0, 1, 2, …    …
+    piece    block a: layer 0, 1, 2, …    block b: layer 0, 1, 2, …    …
 
-On the host all layers of a block lie side by side, so that the bus carries megabytes in a row.
+A copy engine then carries runs of blocks over the bus, and no multiprocessor waits for it.
 """
 
 from __future__ import annotations
@@ -12,66 +12,75 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 8
-"""The bus is two orders of magnitude slower than the GPU's memory: few multiprocessors keep it busy."""
-TILE = 8192
+PROGRAMS = 256
+"""At most. They are small and over in tens of microseconds; more would be no faster, and in the way of those that run
+beside them."""
+TILE = 4096
 """Words that a program has on the way at a time."""
 WORDS_OF_A_WARP = 128
 """16 bytes for each thread."""
-MAX_WARPS = 16
+MAX_WARPS = 4
 
 
-def transfer_blocks(
-    cache: torch.Tensor, host: torch.Tensor, pairs: torch.Tensor, *, to_host: bool, programs: int = PROGRAMS
-) -> None:
-    """Copy whole blocks in all layers, bit for bit, in one launch. No block is written twice.
+def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, piece: torch.Tensor) -> None:
+    """Copy whole blocks in all layers out of the cache, bit for bit, in one launch.
 
     Args:
         cache: [layers, blocks, ...] of any dtype, contiguous. A block of a layer is a multiple of 4 bytes; if it is one
             of 16, it is copied so many at a time.
-        host: [host blocks, layers, ...] of the same dtype, contiguous: page-locked memory, or the cache's device's own.
-        pairs: [transfers, 2] int32, contiguous: block of ``cache``, block of ``host``.
-        to_host: from ``cache`` to ``host``; else the other way.
-        programs: how many share the work, at most. Others that run at the same time have the rest of the GPU.
+        blocks: [n] int32, contiguous: which.
+        piece: [n, layers, words of a block of a layer] int32, contiguous, on the cache's device, of less than 2 ** 31
+            words: ``blocks[i]`` comes to be ``piece[i]``.
     """
+    _launch(cache, blocks, piece, gathers=True)
+
+
+def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, piece: torch.Tensor) -> None:
+    """The other way: ``piece[i]`` comes to be ``blocks[i]``, no two of which are equal."""
+    _launch(cache, blocks, piece, gathers=False)
+
+
+def words_of(pool: torch.Tensor) -> torch.Tensor:
+    """[a, b, words] int32 of whole blocks [a, b, ...] of any dtype, the same memory."""
+    return pool.view(*pool.shape[:2], -1).view(torch.int32)
+
+
+def _launch(cache: torch.Tensor, blocks: torch.Tensor, piece: torch.Tensor, *, gathers: bool) -> None:
     assert cache.is_contiguous()
-    assert host.is_contiguous()
-    assert pairs.is_contiguous()
-    layers, blocks = cache.shape[:2]
-    assert host.shape[1:] == (layers, *cache.shape[2:])
-    assert host.dtype == cache.dtype
-    words = cache.view(layers, blocks, -1).view(torch.int32)
-    host_words = host.view(len(host), layers, -1).view(torch.int32)
-    size = words.shape[2]
+    assert blocks.is_contiguous()
+    assert piece.is_contiguous()
+    words = words_of(cache)
+    layers, num_blocks, size = words.shape
+    assert piece.shape == (len(blocks), layers, size)
+    assert piece.numel() < 2**31
     tile = min(TILE, triton.next_power_of_2(size))
-    tiles = len(pairs) * layers * triton.cdiv(size, tile)
+    tiles = len(blocks) * layers * triton.cdiv(size, tile)
     if tiles:
-        _block_transfer_kernel[(min(programs, tiles),)](
-            words, host_words, pairs, tiles, blocks,
-            LAYERS=layers, SIZE=size, TILE=tile, TO_HOST=to_host,
+        _block_transfer_kernel[(min(PROGRAMS, tiles),)](
+            words, piece, blocks, tiles, num_blocks,
+            LAYERS=layers, SIZE=size, TILE=tile, GATHERS=gathers,
             num_warps=min(MAX_WARPS, max(1, tile // WORDS_OF_A_WARP)),
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_blocks"], do_not_specialize_on_alignment=["pairs_ptr"])
+@triton.jit(do_not_specialize=["num_tiles", "num_blocks"], do_not_specialize_on_alignment=["blocks_ptr"])
 def _block_transfer_kernel(
-    cache_ptr, host_ptr, pairs_ptr, num_tiles, num_blocks,
-    LAYERS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, TO_HOST: tl.constexpr,
+    cache_ptr, piece_ptr, blocks_ptr, num_tiles, num_blocks,
+    LAYERS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, GATHERS: tl.constexpr,
 ):  # fmt: skip
     tiles_of_layer: tl.constexpr = (SIZE + TILE - 1) // TILE
-    # Programs side by side work at neighbouring tiles of the host's pool.
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         column = tile % tiles_of_layer * TILE + tl.arange(0, TILE)
-        chunk = tile // tiles_of_layer
-        pair, layer = chunk // LAYERS, (chunk % LAYERS).to(tl.int64)
-        block = tl.load(pairs_ptr + 2 * pair).to(tl.int64)
-        host_block = tl.load(pairs_ptr + 2 * pair + 1).to(tl.int64)
+        place = tile // tiles_of_layer
+        layer = (place % LAYERS).to(tl.int64)
+        block = tl.load(blocks_ptr + place // LAYERS).to(tl.int64)
         cache_ptrs = cache_ptr + (layer * num_blocks + block) * SIZE + column
-        host_ptrs = host_ptr + (host_block * LAYERS + layer) * SIZE + column
+        piece_ptrs = piece_ptr + place * SIZE + column
         mask = column < SIZE
-        # Each word is read once: what decoding beside it has in the L2 cache is worth more.
-        if TO_HOST:
-            tl.store(host_ptrs, tl.load(cache_ptrs, mask, eviction_policy="evict_first"), mask)
+        # Each word is used once: what decoding beside it has in the L2 cache is worth more.
+        if GATHERS:
+            words = tl.load(cache_ptrs, mask, eviction_policy="evict_first")
+            tl.store(piece_ptrs, words, mask, eviction_policy="evict_first")
         else:
-            words = tl.load(host_ptrs, mask, cache_modifier=".cg")
+            words = tl.load(piece_ptrs, mask, eviction_policy="evict_first")
             tl.store(cache_ptrs, words, mask, eviction_policy="evict_first")

@@ -13,6 +13,7 @@ from cuda_harness import DEVICE, HALF, ON_GPU, make_cuda_runner
 from runner_harness import Harness, make_step
 from tiny_models import TinyModels
 
+from gpu_worker.cuda_transfers import CudaTransfers
 from gpu_worker.host_pool import HostPool, measure_rates
 
 PROMPT = [(37 * index) % 300 + 20 for index in range(170 if ON_GPU else 35)]
@@ -66,10 +67,17 @@ def test_the_pool_is_what_the_device_addresses(folder: Path) -> None:
         HostPool(runner.config.num_layers, runner.backend, HALF, DEVICE, 2**26 if ON_GPU else 2**16).close()
 
 
-def test_steps_and_transfers_do_not_see_each_other(folder: Path) -> None:
+def use_pieces(runner: Any, blocks: int) -> None:
+    """Transfer so many blocks at a time."""
+    runner.transfers = CudaTransfers(runner.cache, runner.host_pool, blocks * runner.cache.block_bytes)
+
+
+@pytest.mark.parametrize("blocks_of_a_piece", [3, 1000])
+def test_steps_and_transfers_do_not_see_each_other(folder: Path, blocks_of_a_piece: int) -> None:
     """Decode rows run two steps ahead of their results while blocks that are none of theirs go out and come back."""
     alone = Harness(make(folder)).generate(PROMPT, COUNT)
     runner = make(folder)
+    use_pieces(runner, blocks_of_a_piece)
     harness, cache = Harness(runner), runner.cache.tensor
     first = harness.start({0: PROMPT}, room=COUNT)
     free = np.arange(harness.next_block, NUM_BLOCKS)
@@ -105,6 +113,28 @@ def test_steps_and_transfers_do_not_see_each_other(folder: Path) -> None:
     assert runner.launch(make_step(number + 1)).wait().transferred == number + 1
     assert transferred == sorted(transferred)
     assert torch.equal(cache[:, torch.from_numpy(targets).to(DEVICE)], content)
+
+
+def test_graphs_are_captured_beside_transfers(folder: Path) -> None:
+    """Many steps' transfers are on the way at once, in both directions, while idle moments are used."""
+    runner = make(folder)
+    use_pieces(runner, 2)
+    cache, host = runner.cache.tensor, runner.host_pool.tensor
+    half, blocks = HOST_BLOCKS // 2, np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS))
+    for tensor in (cache, host):
+        tensor.copy_(torch.rand(tensor.shape))
+    settle()
+    before, host_before = cache.cpu().clone(), host.clone()
+    out, back = blocks[:half], blocks[half : 2 * half]
+    steps, launched = np.array_split(np.arange(half), 4), []
+    for number, part in enumerate(steps, 1):
+        transfers = [row for i in part for row in ((0, out[i], i), (1, back[i], half + i))]
+        launched.append(runner.launch(make_step(number, transfers=transfers)))
+        runner.prepare()
+    assert launched[-1].wait().transferred == len(steps)
+    assert torch.equal(host[:half], before[:, out].transpose(0, 1))
+    assert torch.equal(host[half:], host_before[half:])
+    assert torch.equal(cache[:, torch.from_numpy(back).to(DEVICE)].cpu().transpose(0, 1), host_before[half : 2 * half])
 
 
 def test_a_new_epoch_waits_for_the_transfers_of_the_last(folder: Path) -> None:

@@ -1,37 +1,36 @@
-"""KV blocks between the device's pool and the host's."""
+"""KV blocks between the pool on the device and pieces of memory where their layers lie side by side."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpu_worker.kernels.block_transfer import transfer_blocks
+from gpu_worker.kernels import block_transfer
+from gpu_worker.kernels.block_transfer import gather_blocks, scatter_blocks, words_of
 
-LAYERS, BLOCKS, HOST_BLOCKS = 3, 7, 5
-PAIRS = [(1, 4), (6, 0), (3, 2)]
-"""Block of the device, block of the host."""
+LAYERS, BLOCKS = 3, 7
+WANTED = [1, 6, 3, 5]
 
 
-def made_of_bytes(seed: int, *shape: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+def made_of_bytes(seed: int, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Any bits there are, those of NaNs included."""
     count = int(np.prod(shape)) * dtype.itemsize
     made = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    there = made.view(dtype).view(shape)
-    return there.to(device) if device != "host" else pinned(there)
+    return made.view(dtype).view(shape).to(device)
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+def piece_for(cache: torch.Tensor, blocks: int) -> torch.Tensor:
+    """Room for blocks, with something in it."""
+    layers, _, size = words_of(cache).shape
+    return made_of_bytes(2, blocks, layers, size, dtype=torch.int32, device=cache.device)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().view(torch.uint8)
 
 
-@pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the device"])
+@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "scatter"])
 @pytest.mark.parametrize("programs", [1, 5, 1000])
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -42,36 +41,39 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
         ((2, 8, 16, 128), torch.bfloat16),
         ((2, 4, 32, 48), torch.float16),
         ((2, 1, 1, 6), torch.bfloat16),
+        ((2, 1, 1, 6), torch.float8_e4m3fn),
     ],
     ids=str,
 )
 def test_as_torch_copies(
-    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, programs: int, to_host: bool
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    programs: int,
+    gathers: bool,
 ) -> None:
+    monkeypatch.setattr(block_transfer, "PROGRAMS", programs)
     cache = made_of_bytes(1, LAYERS, BLOCKS, *shape, dtype=dtype, device=device)
-    host = made_of_bytes(2, HOST_BLOCKS, LAYERS, *shape, dtype=dtype, device="host")
-    wanted_cache, wanted_host = cache.clone(), host.clone()
-    for block, host_block in PAIRS:
-        if to_host:
-            wanted_host[host_block] = cache[:, block].cpu()
+    piece = piece_for(cache, len(WANTED))
+    wanted_cache, wanted_piece = words_of(cache).clone(), piece.clone()
+    for index, block in enumerate(WANTED):
+        if gathers:
+            wanted_piece[index] = wanted_cache[:, block]
         else:
-            wanted_cache[:, block] = host[host_block].to(device)
-    pairs = torch.tensor(PAIRS, dtype=torch.int32, device=device)
-    transfer_blocks(cache, host, pairs, to_host=to_host, programs=programs)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    assert torch.equal(bits(cache), bits(wanted_cache))
-    assert torch.equal(bits(host), bits(wanted_host))
+            wanted_cache[:, block] = wanted_piece[index]
+    blocks = torch.tensor(WANTED, dtype=torch.int32, device=device)
+    (gather_blocks if gathers else scatter_blocks)(cache, blocks, piece)
+    assert torch.equal(words_of(cache), wanted_cache)
+    assert torch.equal(piece, wanted_piece)
 
 
-def test_no_pairs(device: torch.device) -> None:
+def test_no_blocks(device: torch.device) -> None:
     cache = made_of_bytes(1, LAYERS, BLOCKS, 2, 1, 16, 16, dtype=torch.float16, device=device)
-    host = made_of_bytes(2, HOST_BLOCKS, LAYERS, 2, 1, 16, 16, dtype=torch.float16, device="host")
-    before = cache.clone(), host.clone()
-    for to_host in (True, False):
-        transfer_blocks(cache, host, torch.empty((0, 2), dtype=torch.int32, device=device), to_host=to_host)
-    assert torch.equal(bits(cache), bits(before[0]))
-    assert torch.equal(bits(host), bits(before[1]))
+    before, none = cache.clone(), torch.empty(0, dtype=torch.int32, device=device)
+    for transfer in (gather_blocks, scatter_blocks):
+        transfer(cache, none, piece_for(cache, 0))
+    assert torch.equal(bits(cache), bits(before))
 
 
 def test_blocks_beyond_int32_words(device: torch.device) -> None:
@@ -84,12 +86,10 @@ def test_blocks_beyond_int32_words(device: torch.device) -> None:
     else:
         count = blocks * int(np.prod(shape))
         cache = torch.from_numpy(np.zeros(count, np.int16)).view(torch.bfloat16).view(1, blocks, *shape)
-    host = made_of_bytes(3, 2, 1, *shape, dtype=torch.bfloat16, device="host")
-    expected = host[1].clone()
-    transfer_blocks(cache, host, torch.tensor([[blocks - 1, 1]], dtype=torch.int32, device=device), to_host=False)
-    assert torch.equal(bits(cache[0, -1]), bits(expected[0]))
-    host.zero_()
-    transfer_blocks(cache, host, torch.tensor([[blocks - 1, 0]], dtype=torch.int32, device=device), to_host=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    assert torch.equal(bits(host[0]), bits(expected))
+    piece, last = piece_for(cache, 1), torch.tensor([blocks - 1], dtype=torch.int32, device=device)
+    expected = piece.clone()
+    scatter_blocks(cache, last, piece)
+    assert torch.equal(words_of(cache)[0, -1], expected[0, 0])
+    piece.zero_()
+    gather_blocks(cache, last, piece)
+    assert torch.equal(piece, expected)

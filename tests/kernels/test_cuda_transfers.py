@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cuda_harness import make_cuda_runner
 from runner_harness import Harness, make_runner, make_step
 from tiny_models import TinyModels
 
-from gpu_worker.cuda_transfers import PendingTransfers
+from gpu_worker import cuda_transfers
+from gpu_worker.cuda_transfers import (
+    PIECE_BYTES,
+    CudaTransfers,
+    PendingTransfers,
+    Transfers,
+    bytes_of_pieces,
+    copy_runs,
+)
 from gpu_worker.host_pool import measure_rates
 from gpu_worker.step_checks import StepError
 
@@ -66,6 +76,89 @@ def test_transfers_need_a_pool(folder: Path) -> None:
     with pytest.raises(StepError, match="there is no pool in host memory"):
         runner.launch(make_step(1, transfers=[(0, 1, 0)]))
     assert runner.launch(make_step(1)).wait().transferred == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 9], ids=lambda count: f"{count} blocks")
+@pytest.mark.parametrize("blocks_of_a_piece", [0.5, 1, 2.5, 4, 100])
+def test_pieces(folder: Path, count: int, blocks_of_a_piece: float) -> None:
+    """Blocks there and back to other places, by pieces that hold fewer of them, one, or more."""
+    runner = make(folder, num_blocks=24, num_host_blocks=12, cache_dtype=torch.float8_e4m3fn)
+    cache, host = runner.cache.tensor.view(torch.uint8), runner.host_pool.tensor.view(torch.uint8)
+    generator = np.random.default_rng(count)
+    for tensor in (cache, host):
+        tensor.copy_(torch.from_numpy(generator.integers(0, 256, tensor.shape, np.uint8)))
+    before, host_before = cache.cpu().clone(), host.clone()
+    transfers = CudaTransfers(runner.cache, runner.host_pool, round(blocks_of_a_piece * runner.cache.block_bytes))
+    sources, targets = generator.permutation(np.arange(1, 24))[: 2 * count].reshape(2, count)
+    hosts = generator.permutation(12)[:count]
+    for number, direction, blocks in ((1, 0, sources), (2, 1, targets)):
+        step = make_step(number, transfers=[(direction, *pair) for pair in zip(blocks, hosts, strict=True)])
+        assert transfers.start(step)() == number
+    host_before[hosts] = before[:, sources].transpose(0, 1)
+    before[:, targets] = before[:, sources]
+    assert torch.equal(host, host_before)
+    assert torch.equal(cache.cpu(), before)
+
+
+@pytest.mark.parametrize("to_host", [True, False], ids=["to the host", "to the device"])
+@pytest.mark.parametrize(
+    ("hosts", "most", "copied"),
+    [
+        ([4], 9, [1]),
+        ([0, 1, 2, 3], 9, [4]),
+        ([0, 1, 2, 3, 4], 2, [2, 2, 1]),
+        ([1, 2, 4, 7, 8, 9], 9, [2, 1, 3]),
+        ([0, 2, 4, 9], 9, [1, 1, 1, 1]),
+        ([5, 6, 8, 9], 1, [1, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_neighbours_are_copied_together(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[int], most: int, copied: list[int], to_host: bool
+) -> None:
+    host, piece = (
+        torch.arange(first, first + 6 * blocks, dtype=torch.int32).view(blocks, 2, 3)
+        for first, blocks in ((0, 10), (1000, len(hosts)))
+    )
+    expected = [host.clone(), piece.clone()]
+    if to_host:
+        expected[0][hosts] = piece
+    else:
+        expected[1].copy_(host[hosts])
+    seen: list[int] = []
+    copy = torch._foreach_copy_
+
+    def watched(targets: Any, sources: Any, **options: Any) -> None:
+        seen.extend(map(len, targets))
+        copy(targets, sources, **options)
+
+    monkeypatch.setattr(cuda_transfers.torch, "_foreach_copy_", watched)
+    copy_runs(host, hosts, piece, to_host, most)
+    assert torch.equal(host, expected[0])
+    assert torch.equal(piece, expected[1])
+    assert seen == copied
+
+
+def test_room_for_pieces() -> None:
+    assert bytes_of_pieces(2**21) == 4 * PIECE_BYTES
+    assert bytes_of_pieces(2**26) == 4 * 2**26
+
+
+def test_transfers_that_are_not_launched_yet_or_fail() -> None:
+    launch: Future[Any] = Future()
+    transfers, event = Transfers(launch), Event()
+    assert not transfers.query()
+    assert not event.asked.is_set()
+    launch.set_result(event)
+    assert not transfers.query()
+    event.over = True
+    assert transfers.query()
+    failed: Future[Any] = Future()
+    failed.set_exception(RuntimeError("out of memory"))
+    pending = PendingTransfers()
+    pending.add(1, [Transfers(failed)], True)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pending.complete(1, wait=False)
 
 
 class Event:
