@@ -27,9 +27,9 @@ from gpu_worker.kv_cache import KVCache
 from shared.messages import Int32, Step
 
 PIECE_BYTES = 32 * 2**20
-"""At most, but one block at least. The kernel takes a twentieth of the time that the bus takes for so much."""
-PIECES = 2
-"""Of each direction: one for the bus, one for the kernel."""
+"""At most, but one block at least: what the bus carries in the time that the launches for another piece take, twice."""
+PIECES = 3
+"""Of each direction: one for the bus, one for the kernel, and one that the thread may be late with."""
 COPY_BYTES = 4 * 2**20
 """The most that a copy engine carries at a time, if blocks are smaller: what steps bring and return waits behind it."""
 POLL_S = 2e-4
@@ -73,7 +73,9 @@ class CudaTransfers:
         self._pending = PendingTransfers()
 
     def close(self) -> None:
-        """Give the pieces back; nothing runs, and nothing is started any more."""
+        """Give the pieces back, when what runs is over; nothing is started any more."""
+        for lane in self._lanes:
+            lane.close()
         self._lanes.clear()
 
     def start(self, step: Step) -> Callable[[], int]:
@@ -135,6 +137,12 @@ class _Lane:
         """Wait for all that was started."""
         if self._thread is not None:
             self._thread.submit(self._streams[1].synchronize).result()
+
+    def close(self) -> None:
+        """Wait for all that was started, and end the thread."""
+        self.wait()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def _launch_and_mark(self, pairs: Int32) -> torch.cuda.Event:
         """Returns the end of all of it."""
