@@ -1,4 +1,4 @@
-"""Host memory in one piece, which a GPU may read and write by itself: mapped, made present, locked."""
+"""Host memory in one piece, which a GPU's copy engines read and write by themselves: made present, locked."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gpu_worker.threads import usable_cores
 THREADS = 8
 PIECE_BYTES = 256 * 2**20
 """What a thread makes present at a time."""
-PORTABLE, MAPPED = 1, 2
-"""Flags of cudaHostRegister: for all contexts, in the GPU's address space."""
+PORTABLE = 1
+"""Flag of cudaHostRegister: for all contexts."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -36,7 +36,7 @@ class HostMemory:
     def __init__(self, nbytes: int, *, locked: bool) -> None:
         """
         Args:
-            locked: let the GPU address it.
+            locked: let the GPU copy to and from it.
 
         Raises:
             OSError: the system does not give so much.
@@ -93,7 +93,7 @@ def _make_present(pages: npt.NDArray[np.uint8]) -> None:
 
 def _lock(pages: npt.NDArray[np.uint8]) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    error = runtime.cudaHostRegister(pages.ctypes.data, len(pages), PORTABLE | MAPPED)
+    error = runtime.cudaHostRegister(pages.ctypes.data, len(pages), PORTABLE)
     if int(error):
         raise RuntimeError(f"cudaHostRegister: {runtime.cudaGetErrorString(error)}")
 

@@ -38,7 +38,7 @@ class HostPool:
     ) -> None:
         """
         Args:
-            device: of the cache. A GPU addresses the pool by itself.
+            device: of the cache. For a GPU the memory is page-locked.
             total_bytes: size of the pool at most.
 
         Raises:

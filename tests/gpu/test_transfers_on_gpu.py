@@ -53,7 +53,7 @@ def test_moved_blocks_give_the_same_ids_in_graphs(folder: Path) -> None:
     assert Harness(make(folder, dtype=torch.float32)).continued(PROMPT, COUNT, moved=True)[0] == expected
 
 
-def test_the_pool_is_what_the_device_addresses(folder: Path) -> None:
+def test_the_pool_is_locked_and_a_measurement_leaves_the_cache_as_it_was(folder: Path) -> None:
     runner = make(folder)
     pool = runner.host_pool
     assert pool.tensor.device.type == "cpu"

@@ -219,7 +219,7 @@ def test_locked_memory_is_unlocked_once(monkeypatch: pytest.MonkeyPatch) -> None
     address = memory.bytes.data_ptr()
     assert memory.bytes.shape == (3 * 2**20 + 7,)
     assert not memory.bytes.any()
-    assert runtime.calls == [(address, 3 * 2**20 + 7, 3)]
+    assert runtime.calls == [(address, 3 * 2**20 + 7, 1)]
     memory.close()
     memory.close()
     assert runtime.calls[1:] == [(address,)]

@@ -17,6 +17,7 @@ from tiny_models import TinyModels
 from gpu_worker import cuda_transfers
 from gpu_worker.cuda_transfers import (
     PIECE_BYTES,
+    PIECES,
     CudaTransfers,
     PendingTransfers,
     Transfers,
@@ -140,8 +141,8 @@ def test_neighbours_are_copied_together(
 
 
 def test_room_for_pieces() -> None:
-    assert bytes_of_pieces(2**21) == 4 * PIECE_BYTES
-    assert bytes_of_pieces(2**26) == 4 * 2**26
+    assert bytes_of_pieces(2**21) == 2 * PIECES * PIECE_BYTES
+    assert bytes_of_pieces(2**26) == 2 * PIECES * 2**26
 
 
 def test_transfers_that_are_not_launched_yet_or_fail() -> None:
