@@ -63,6 +63,7 @@ def make_scripted_checkpoint(folder: Path, scripts: Mapping[str, Sequence[str | 
 def _write_model(folder: Path, scripts: Scripts) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     config = LlamaConfig(
         vocab_size=SIZE,
@@ -83,6 +84,7 @@ def _write_model(folder: Path, scripts: Scripts) -> None:
         model.model.embed_tokens.weight.copy_(torch.eye(SIZE))
         for token in range(SIZE):
             model.lm_head.weight[scripts.successors().get(token, scripts.eos), token] = 1.0
+    disable_progress_bar()  # as in tiny_models
     model.save_pretrained(folder)
 
 

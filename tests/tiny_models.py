@@ -70,6 +70,7 @@ def make_checkpoint(
     """Write a random checkpoint with its tokenizer to ``folder``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     config = AutoConfig.for_model(architecture, **{**_SHAPE, **_OWN[architecture], **changes})
     torch.manual_seed(seed)
@@ -83,6 +84,7 @@ def make_checkpoint(
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     model.generation_config.pad_token_id = 0
+    disable_progress_bar()  # it would be in what the test that asks first captures
     model.save_pretrained(folder, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
     make_tokenizer(folder)
 
