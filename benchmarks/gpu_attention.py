@@ -94,6 +94,13 @@ class Caches:
         self.contexts = torch.tensor(contexts, dtype=torch.int32, device="cuda")
 
 
+def make_backend(shape: Shape, dtype: torch.dtype, cache_dtype: torch.dtype) -> TritonPagedAttention:
+    attention = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
+    return TritonPagedAttention(
+        attention, torch.device("cuda"), dtype=dtype, cache_dtype=cache_dtype, max_rows=256, max_context=131072
+    )
+
+
 def graph_us(launch: Callable[[int], None], launches: int, repeats: int = 5) -> float:
     """Microseconds of one launch, the fastest replay of a graph of them."""
     launch(0)
@@ -203,8 +210,7 @@ class PrefillBench:
         self.flops = 4 * shape.heads * shape.head_dim * pairs
 
     def default(self) -> PrefillConfig:
-        shape = AttentionShape(self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.shape.block_size)
-        return TritonPagedAttention(shape, self.query.device, max_rows=256).cut_prefill(self.spans).config
+        return make_backend(self.shape, self.query.dtype, self.query.dtype).cut_prefill(self.spans).config
 
     def time(self, config: PrefillConfig) -> float:
         caches, shape = self.caches, self.shape
@@ -293,8 +299,7 @@ def worst_error(shape: Shape, spans: list[tuple[int, int]], dtype: torch.dtype, 
     """
     caches = Caches([context for _, context in spans], shape, dtype)
     model_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    attention = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.block_size)
-    backend = TritonPagedAttention(attention, torch.device("cuda"), cache_dtype=dtype, max_rows=256)
+    backend = make_backend(shape, model_dtype, dtype)
     starts = np.cumsum([0, *(count for count, _ in spans)])
     long = [i for i, (count, _) in enumerate(spans) if count > 1]
     cut = backend.cut_prefill(np.array([(i, starts[i], *spans[i]) for i in long], np.int32))

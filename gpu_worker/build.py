@@ -45,7 +45,7 @@ def build_runner(config: WorkerConfig, model_config: ModelConfig, weights: Weigh
         )
         if device.type == "cuda":
             return _on_cuda(config, model_config, weights, shape, dtype, cache_dtype, device)
-        backend = make_backend(shape, device, dtype)
+        backend = _make_attention(config, shape, dtype, cache_dtype, device)
         with part_of_start("weights"):
             model = load_model(model_config, weights, backend, dtype, device, config.batch_invariant, cache_dtype)
     return _assemble(config, model_config, model, backend, cache_dtype, device)
@@ -81,14 +81,28 @@ def _on_cuda(
     device: torch.device,
 ) -> Runner:
     with part_of_start("kernel modules"):
-        from gpu_worker.cuda_build import assemble, make_attention
+        from gpu_worker.cuda_build import assemble
 
     with part_of_start("model"):
-        backend: Any = make_attention(config, shape, dtype, cache_dtype)
+        backend = _make_attention(config, shape, dtype, cache_dtype, device)
         model = load_model(
             model_config, weights, backend, dtype, device, config.batch_invariant, cache_dtype, wait=False
         )
     return assemble(config, model_config, model, backend, cache_dtype, device, weights.finish)
+
+
+def _make_attention(
+    config: WorkerConfig, shape: AttentionShape, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The backend of the device: an ``AttentionBackend`` on a CPU, what a ``CudaRunner`` needs on a GPU."""
+    return make_backend(
+        shape,
+        device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        max_rows=config.num_slots,
+        max_context=config.max_model_len,
+    )
 
 
 def _assemble(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_worker.attention.base import AttentionShape
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.cuda_runner import CudaRunner
 from gpu_worker.cuda_transfers import bytes_of_pieces
@@ -26,20 +25,6 @@ MARGIN_BYTES = 2**30
 """Kept free for captured graphs, kernels and what the driver takes."""
 WAIT_S = 30.0
 """How long to wait for the memory of a process that has just ended."""
-
-
-def make_attention(
-    config: WorkerConfig, shape: AttentionShape, dtype: torch.dtype, cache_dtype: torch.dtype
-) -> TritonPagedAttention:
-    """The attention backend of a GPU for this worker."""
-    return TritonPagedAttention(
-        shape,
-        torch.device("cuda"),
-        cache_dtype=cache_dtype,
-        dtype=dtype,
-        max_rows=config.num_slots,
-        max_context=config.max_model_len,
-    )
 
 
 def assemble(

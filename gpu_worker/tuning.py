@@ -44,7 +44,7 @@ def product_shapes(config: ModelConfig, dtype: torch.dtype, device: torch.device
     """The shapes of the products of one layer and of the projection to the vocabulary, each once."""
     config = dataclasses.replace(config, num_layers=1)
     attention = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, BLOCK_SIZE)
-    backend = make_backend(attention, device, dtype)
+    backend = make_backend(attention, device, dtype=dtype, cache_dtype=dtype, max_rows=1, max_context=BLOCK_SIZE)
     model = load_model(config, DummyWeights(0), backend, dtype, device, batch_invariant=False)
     return list(dict.fromkeys(layer.shape for layer in _products(model, set())))
 

@@ -56,6 +56,24 @@ class PagedAttention(Protocol):
     ``metadata`` is the backend's own, of one step; how it is made depends on the runner that the backend is for.
     """
 
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        max_rows: int,
+        max_context: int,
+    ) -> None:
+        """
+        Args:
+            dtype: of the model.
+            cache_dtype: of the KV cache.
+            max_rows: decode rows of a step at most, padding included.
+            max_context: tokens of a row's context at most.
+        """
+
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache; its first dimension is the block."""
 
@@ -109,12 +127,6 @@ class AttentionBackend(PagedAttention, Protocol):
 
     ``prepare`` runs once a step and does all index arithmetic; the rest runs once a layer.
     """
-
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
-        """
-        Args:
-            dtype: of the model, which that of the cache may differ from.
-        """
 
     def prepare(
         self, spans: Spans, block_tables: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor

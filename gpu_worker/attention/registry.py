@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from gpu_worker.attention.base import AttentionBackend, AttentionShape
+from gpu_worker.attention.base import AttentionShape, PagedAttention
 from shared.errors import StartupError
 
 BACKENDS = {
@@ -17,9 +17,16 @@ DEFAULT_OF_DEVICE = {"cpu": "torch_paged", "cuda": "triton_paged"}
 
 
 def make_backend(
-    shape: AttentionShape, device: torch.device, dtype: torch.dtype, name: str | None = None
-) -> AttentionBackend:
-    """Make the backend ``name``, or the default of the device's type, for a model of ``dtype``.
+    shape: AttentionShape,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    max_rows: int,
+    max_context: int,
+    name: str | None = None,
+) -> PagedAttention:
+    """Make the backend ``name``, or the default of the device's type, as ``PagedAttention`` says.
 
     Raises:
         StartupError: no such backend.
@@ -28,5 +35,5 @@ def make_backend(
     if name not in BACKENDS:
         raise StartupError(f"no attention backend {name!r} for {device.type}; there are {', '.join(sorted(BACKENDS))}")
     module, _, attribute = BACKENDS[name].partition(":")
-    backend: AttentionBackend = getattr(importlib.import_module(module), attribute)(shape, device, dtype)
-    return backend
+    kind: type[PagedAttention] = getattr(importlib.import_module(module), attribute)
+    return kind(shape, device, dtype=dtype, cache_dtype=cache_dtype, max_rows=max_rows, max_context=max_context)

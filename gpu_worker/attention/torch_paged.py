@@ -79,7 +79,17 @@ class Metadata:
 class TorchPagedAttention:
     """See the module. One layer's cache is [blocks, 2, kv_heads, block_size, head_dim], keys first."""
 
-    def __init__(self, shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: AttentionShape,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        max_rows: int,
+        max_context: int,
+    ) -> None:
+        """Caches of any dtype, rows and contexts: a step takes the memory that it needs."""
         self.shape, self.device, self.dtype = shape, device, dtype
         self.group_size = shape.num_heads // shape.num_kv_heads
         self.rotated_heads = shape.num_heads + shape.num_kv_heads

@@ -94,20 +94,12 @@ class TritonPagedAttention:
         shape: AttentionShape,
         device: torch.device,
         *,
-        cache_dtype: torch.dtype = torch.bfloat16,
-        dtype: torch.dtype | None = None,
-        max_rows: int = 1024,
-        max_context: int = 131072,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        max_rows: int,
+        max_context: int,
     ) -> None:
-        """
-        Args:
-            cache_dtype: of the KV cache.
-            dtype: of the model; None: the cache's, or bfloat16 if that has 8 bits.
-            max_rows: decode rows of a step at most, padding included.
-            max_context: tokens of a row's context at most.
-        """
         self.shape, self.device, self.cache_dtype, self.max_rows = shape, device, cache_dtype, max_rows
-        dtype = dtype or (cache_dtype if cache_dtype.itemsize > 1 else torch.bfloat16)
         self.widest_dtype = max(dtype, cache_dtype, key=lambda each: each.itemsize)
         self.group = shape.num_heads // shape.num_kv_heads
         self.num_sms = multiprocessors(device)

@@ -218,7 +218,9 @@ class Layer:
 
     def __init__(self, dtype: torch.dtype) -> None:
         shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
-        self.backend = TorchPagedAttention(shape, CPU, torch.float32)
+        self.backend = TorchPagedAttention(
+            shape, CPU, dtype=torch.float32, cache_dtype=dtype, max_rows=1, max_context=16
+        )
         self.cache = torch.zeros(self.backend.cache_shape(1), dtype=dtype)
         positions = torch.arange(16)
         spans = Spans(slots=np.zeros(1, np.int64), counts=np.array([16]), contexts=np.array([16]))

@@ -35,7 +35,8 @@ def test_kv_bytes_of_a_13b_model() -> None:
     """40 layers, 5120 wide, half precision: 819,200 bytes a token."""
     cpu = torch.device("cpu")
     shape = AttentionShape(num_heads=40, num_kv_heads=40, head_dim=128, block_size=16)
-    backend = make_backend(shape, cpu, torch.float16)
+    half = torch.float16
+    backend = make_backend(shape, cpu, dtype=half, cache_dtype=half, max_rows=1, max_context=16)
     cache = KVCache(40, backend, torch.float16, cpu, total_bytes=0, num_blocks=2)
     assert cache.block_bytes == 16 * 819_200
 

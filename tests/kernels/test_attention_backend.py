@@ -16,7 +16,7 @@ SCALE = HEAD_DIM**-0.5
 
 def make_backend(device: torch.device, *, batch_invariant: bool = False, max_rows: int = 16) -> TritonPagedAttention:
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, batch_invariant)
-    return TritonPagedAttention(shape, device, cache_dtype=HALF, max_rows=max_rows, max_context=2048)
+    return TritonPagedAttention(shape, device, dtype=HALF, cache_dtype=HALF, max_rows=max_rows, max_context=2048)
 
 
 def make_query(tokens: int, device: torch.device) -> torch.Tensor:

@@ -40,6 +40,7 @@ def cuda_runner(folder: Path, device: torch.device, *, graphs: bool) -> CudaRunn
     attention = TritonPagedAttention(
         AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, config.block_size),
         device,
+        dtype=torch.float32,
         cache_dtype=torch.float32,
         max_rows=NUM_SLOTS,
         max_context=MAX_MODEL_LEN,

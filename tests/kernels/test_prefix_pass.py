@@ -210,7 +210,7 @@ def test_padding_where_the_tables_name_a_row(device: torch.device) -> None:
 def test_the_backend_uses_the_pass_where_no_window_hides_tokens(window: int | None, device: torch.device) -> None:
     rows = make_rows([(128, [129, 150, 170]), (0, [20])], 4, 2, 64, 16, HALF, device)
     shape = AttentionShape(4, 2, 64, 16)
-    backend = TritonPagedAttention(shape, device, cache_dtype=HALF, max_rows=8, max_context=256)
+    backend = TritonPagedAttention(shape, device, dtype=HALF, cache_dtype=HALF, max_rows=8, max_context=256)
     assert backend.prefix_layout is not None
     slots, lengths = rows.slots.cpu().numpy(), np.array(rows.lengths, np.int64)
     shared = SharedPrefixes(backend.prefix_layout, 16, LIMITS)
@@ -231,4 +231,5 @@ def test_the_backend_uses_the_pass_where_no_window_hides_tokens(window: int | No
 
 def test_batch_invariant_attention_has_no_pass(device: torch.device) -> None:
     shape = AttentionShape(4, 2, 64, 16, batch_invariant=True)
-    assert TritonPagedAttention(shape, device, cache_dtype=HALF, max_rows=8, max_context=256).prefix_layout is None
+    backend = TritonPagedAttention(shape, device, dtype=HALF, cache_dtype=HALF, max_rows=8, max_context=256)
+    assert backend.prefix_layout is None

@@ -7,6 +7,7 @@ import torch
 from tiny_models import VOCABULARY, TinyModels
 
 from gpu_worker import tuning
+from gpu_worker.attention.registry import BACKENDS, DEFAULT_OF_DEVICE
 from gpu_worker.layers.cuda_linear import CudaGatedLinear, CudaHead, CudaLinear
 from gpu_worker.layers.gemm_choice import GemmShape
 from headrace.tune import main as tune
@@ -15,9 +16,11 @@ from shared.model_config import load_model_config
 from shared.model_source import local_source
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_products_of_a_model(
-    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
+    monkeypatch.setitem(DEFAULT_OF_DEVICE, device.type, backend)
     for name, layer in (("make_linear", CudaLinear), ("make_gated_linear", CudaGatedLinear)):
         monkeypatch.setattr(f"gpu_worker.models.base.{name}", layer)
     monkeypatch.setattr("gpu_worker.models.llama.make_head", CudaHead)
