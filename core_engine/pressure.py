@@ -60,6 +60,25 @@ ADVICE = {
 """What a request waits for, and what changes that. Without a worker, or before the first step, there is nothing to."""
 
 
+def read_waits(core: EngineCore, before: Wait | None) -> Wait | None:
+    """What most plans since the last call left the first one waiting for, or, during a long step, those before it.
+
+    None: nobody waits. The counts begin anew: an engine has one reader.
+
+    Args:
+        before: what the last call gave.
+    """
+    found: Counter[Wait] = Counter()
+    for replica in core.replicas:
+        found.update(replica.waits)
+        replica.waits.clear()
+    if not core.waiting:
+        return None
+    if not core.replicas:
+        return Wait.WORKER
+    return max(found, key=found.__getitem__, default=before if before in ADVICE else Wait.STEP)
+
+
 class Pressure:
     """Looks at an engine now and then.
 
@@ -88,22 +107,9 @@ class Pressure:
         if now < self._look_due:
             return []
         self._look_due = now + LOOK_S
-        self._core.metrics.waiting_for = wait = self._read()
+        metrics = self._core.metrics
+        metrics.waiting_for = wait = read_waits(self._core, metrics.waiting_for)
         return self._preemptions(now) + self._queue(now, wait)
-
-    def _read(self) -> Wait | None:
-        """What most plans since the last look left the first one waiting for, or, during a long step, those before it;
-        None: nobody waits."""
-        found: Counter[Wait] = Counter()
-        for replica in self._core.replicas:
-            found += replica.waits
-            replica.waits.clear()
-        if not self._core.waiting:
-            return None
-        if not self._core.replicas:
-            return Wait.WORKER
-        before = self._core.metrics.waiting_for
-        return max(found, key=found.__getitem__, default=before if before in ADVICE else Wait.STEP)
 
     def _preemptions(self, now: float) -> list[str]:
         metrics, core = self._core.metrics, self._core

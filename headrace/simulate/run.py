@@ -19,11 +19,12 @@ import numpy.typing as npt
 from core_engine.core import CoreConfig, EngineCore
 from core_engine.engine import GC_THRESHOLDS
 from core_engine.host_memory import HostMemorySpec
+from core_engine.pressure import Wait, read_waits
 from core_engine.request import Request
 from headrace.simulate.copies import Copies
 from headrace.simulate.device import Device
 from headrace.simulate.gaps import GapHistogram
-from headrace.simulate.timeline import Cause, Timeline
+from headrace.simulate.timeline import CAUSES, Timeline
 from headrace.simulate.trace import STOP_ID, TraceRequest, group_ids, prompt_ids
 from shared.errors import ErrorCode, RequestError
 from shared.messages import Epoch, Int32, Step, StepResult
@@ -122,6 +123,8 @@ class Simulator:
         self._next = self._live = self._order = self._steps = self._step_tokens = 0
         self._num_finished = self._num_output = self._preemptions = self._recomputed = 0
         self._busy_s = 0.0
+        self._wait: Wait | None = None
+        """What the first one that waits was not let in for, as the scheduler saw it last."""
 
     def run(self, on_finished: Callable[[int], object] = lambda count: None) -> Outcome:
         """Until everything has ended.
@@ -263,6 +266,7 @@ class Simulator:
         for replica in self._replicas:
             used += replica.kv.pool.num_blocks - 1 - replica.kv.pool.num_free
             running += replica.num_running
+        self._wait = read_waits(self._core, self._wait)
         self.timeline.add(
             self.now,
             running,
@@ -272,27 +276,8 @@ class Simulator:
             self._num_output,
             self._core.metrics.preemptions.value,
             self._num_finished,
-            self._cause(),
+            CAUSES[self._wait],
         )
-
-    def _cause(self) -> Cause:
-        core = self._core
-        if not core.waiting:
-            return Cause.NOBODY_WAITS
-        most = core.scheduler.config.max_num_seqs
-        with_seats = [
-            replica
-            for replica in self._replicas
-            if int(replica.slots.decoding.sum()) + len(replica.prefilling) < most and replica.slots.num_free
-        ]
-        if not with_seats:
-            return Cause.SEATS
-        head = next(iter(core.waiting))
-        for replica in with_seats:
-            wanted = replica.kv.blocks_for(len(head.tokens)) + core.scheduler.admission.reserve(replica, head)
-            if not replica.num_draining_preemptions and wanted <= replica.kv.pool.num_free:
-                return Cause.STEP
-        return Cause.BLOCKS
 
     def _outcome(self) -> Outcome:
         return Outcome(

@@ -9,20 +9,37 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from core_engine.pressure import Wait
+
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class Cause(enum.IntEnum):
-    """Why the first of the waiting requests was not admitted."""
+    """Why the first of the waiting requests was not admitted: what the scheduler says, by what one would change."""
 
     NOBODY_WAITS = 0
     SEATS = 1
     """``--max-num-seqs`` run."""
     BLOCKS = 2
-    """Too few free KV blocks, with what is reserved for the growth of those that run."""
+    """Too few free KV blocks, with what is always kept free and what is reserved for the growth of those that run."""
     STEP = 3
     """The next step has to be planned, and has to have tokens left for it."""
 
+
+CAUSES: dict[Wait | None, Cause] = {
+    None: Cause.NOBODY_WAITS,
+    Wait.SEATS: Cause.SEATS,
+    Wait.BLOCKS: Cause.BLOCKS,
+    Wait.RESERVE: Cause.BLOCKS,
+    Wait.WATERMARK: Cause.BLOCKS,
+    Wait.LEAVING: Cause.BLOCKS,
+    Wait.BUDGET: Cause.STEP,
+    Wait.SHARED: Cause.STEP,
+    Wait.PLACEMENT: Cause.STEP,
+    Wait.SUSPECT: Cause.STEP,
+    Wait.STEP: Cause.STEP,
+    Wait.WORKER: Cause.STEP,
+}
 
 LEVELS = ("running", "waiting", "used_blocks")
 """Hold until the next row."""

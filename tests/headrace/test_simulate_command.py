@@ -46,6 +46,22 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(result["series"]["running"]) == 120
 
 
+@pytest.mark.parametrize(
+    ("flags", "limit", "words"),
+    [
+        (["--max-num-seqs", "2"], "seats", "Seats limit"),
+        (["--num-gpu-blocks", "200"], "blocks", "KV blocks limit"),
+    ],
+)
+def test_what_limits_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], limit: str, words: str
+) -> None:
+    shares = result_of(tmp_path, *flags)["waiting_for"]
+    assert isinstance(shares, dict)
+    assert shares[limit] > 0.5
+    assert words in capsys.readouterr().out
+
+
 def test_a_trace_that_is_written_gives_the_same(tmp_path: Path) -> None:
     path = str(tmp_path / "trace.jsonl")
     drawn = result_of(tmp_path, "--write-trace", path)

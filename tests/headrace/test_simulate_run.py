@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from core_engine.core import CoreConfig
 from core_engine.engine_config import core_config_for, scheduler_for
 from core_engine.host_memory import HostMemorySpec
+from core_engine.pressure import Wait
 from core_engine.step_time import StepCosts
 from headrace.simulate.advice import advice, limit_of
 from headrace.simulate.device import Device
 from headrace.simulate.figures import Figures
 from headrace.simulate.gaps import GapHistogram
 from headrace.simulate.run import CONNECTIONS, NOT_YET, QUEUE_FULL, TOO_LONG, Outcome, Simulator
-from headrace.simulate.timeline import COLUMNS, Cause, Timeline
+from headrace.simulate.timeline import CAUSES, COLUMNS, Cause, Timeline
 from headrace.simulate.trace import VOCAB_SIZE, TraceRequest
 from shared.config import Settings
 
@@ -107,6 +108,29 @@ def test_requests_wait_for_blocks() -> None:
     assert limit_of(figures) is Cause.BLOCKS
     assert 0.5 < figures.usage_max <= 1.0
     assert "--gpu-memory" in advice(figures, core_config())[0]
+
+
+@pytest.mark.parametrize(
+    ("cause", "flags"),
+    [
+        (Cause.SEATS, {"max_num_seqs": 2}),
+        (Cause.BLOCKS, {"num_blocks": 20}),
+        (Cause.BLOCKS, {"num_blocks": 100, "watermark": 0.9}),
+        (Cause.STEP, {"max_num_batched_tokens": 8}),
+    ],
+    ids=["seats", "memory", "watermark", "step"],
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_what_is_scarce_is_what_is_waited_for(cause: Cause, flags: dict[str, Any], replicas: int) -> None:
+    """The simulated time goes to the cause that the scheduler tells."""
+    figures = Figures(run(load(40, prompt=60), replicas=replicas, **flags), replicas, 0.0)
+    assert limit_of(figures) is cause
+    assert figures.causes[cause] > 0.5
+
+
+def test_each_cause_of_the_scheduler_has_a_name_here() -> None:
+    assert CAUSES.keys() == {None, *Wait}
+    assert {CAUSES[wait] for wait in Wait} == {Cause.SEATS, Cause.BLOCKS, Cause.STEP}
 
 
 def test_preemptions_are_counted_and_paid_for() -> None:
