@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from core_engine.step_time import CPU_COSTS, GPU_COSTS, KNEE, StepCosts, StepTimeModel
+from core_engine.step_time import CPU_COSTS, GPU_COSTS, KNEE, MOST_FACTOR, StepCosts, StepTimeModel
 from shared.step_shapes import padded_rows, padded_total, whole_total
 
 HEADROOM = 0.95
@@ -60,7 +60,7 @@ class ChunkLimit:
     ) -> None:
         self.least_chunk = target.least_chunk
         self._pads_steps = target.pads_steps
-        self._costs = model.costs
+        self._costs, self._factor = model.costs, model.factor
         self._seconds = HEADROOM * max(target.seconds, target.multiple * self._costs.step)
         self._base = self._costs.step + self._costs.context * context
         self._num_decodes = num_decodes
@@ -78,11 +78,27 @@ class ChunkLimit:
     @property
     def predicted_s(self) -> float:
         """Time of the step with all that was taken."""
-        return max(self._lines())
+        return max(self._lines()) * self._factor(self._num_decodes + self.num_tokens)
 
     def room(self, start: int) -> int:
         """Tokens that a chunk from position ``start`` on may have, by time and growth."""
-        return max(0, min(self._most - self.num_tokens, self._within(self._seconds, start)))
+        return max(0, min(self._most - self.num_tokens, self._in_time(start)))
+
+    def _in_time(self, start: int) -> int:
+        """Largest chunk from ``start`` on that keeps the target."""
+        rows = padded_rows(self._num_decodes) if self._pads_steps else None
+        if rows is None:
+            return self._within(self._seconds, start)
+        # A factor belongs to the size that comes out: the largest size that holds what fits by its own factor.
+        taken = rows + self.num_tokens
+        total = padded_total(taken + self._within(MOST_FACTOR * self._seconds, start))
+        while total > taken:
+            smaller = whole_total(total - 1)
+            count = min(self._within(self._seconds / self._factor(total), start), total - taken)
+            if count > smaller - taken:
+                return count
+            total = smaller
+        return 0
 
     def take(self, start: int, missing: int, budget: int) -> int:
         """Take a chunk from position ``start`` of a prompt that lacks ``missing`` tokens.
@@ -100,7 +116,8 @@ class ChunkLimit:
         if missing <= most:
             count = missing
         else:
-            count = self._rounded(min(most, self._even(start, missing, most)) if self._is_alone else most, most)
+            count = min(most, self._even(start, missing, most)) if self._is_alone else most
+            count = self._rounded(start, count, most)
         count = min(max(count, self.least_chunk), missing, budget)
         self.add(start, count)
         return count
@@ -120,14 +137,29 @@ class ChunkLimit:
         num_chunks = max(math.ceil(work / time), math.ceil(missing / most))
         return self._within(steep + work / num_chunks, start)
 
-    def _rounded(self, count: int, most: int) -> int:
+    def _rounded(self, start: int, count: int, most: int) -> int:
         """``count``, or a little more or less, so that the step gets a size that is computed well."""
         rows = padded_rows(self._num_decodes) if self._pads_steps else None
         if rows is None:
             return count
         taken = rows + self.num_tokens
-        up = padded_total(taken + count) - taken
-        return up if up <= most else max(whole_total(taken + count) - taken, 0)
+        total = padded_total(taken + count)
+        while total - taken <= most:
+            if self._seconds_with(start, total - taken) <= self._seconds:
+                return total - taken
+            total = padded_total(total + 1)
+        total = min(whole_total(taken + count), total)
+        while total > taken and self._seconds_with(start, total - taken) > self._seconds:
+            total = whole_total(total - 1)
+        return max(total - taken, 0)
+
+    def _seconds_with(self, start: int, count: int) -> float:
+        """Predicted time of the step with a chunk of ``count`` tokens more."""
+        costs = self._costs
+        work = costs.token * count + costs.pair * count * (start + count / 2)
+        tokens = self._num_decodes + self.num_tokens + count
+        flat = self._lines()[0] + work
+        return max(flat, flat + costs.more_token * (tokens - KNEE)) * self._factor(tokens)
 
     def _lines(self) -> tuple[float, float]:
         """Both lines of the model at the tokens taken so far; the step takes the longer time."""

@@ -5,6 +5,9 @@
 
 A product takes the longer of reading the weights and doing the arithmetic; two lines are close to that at few tokens
 and at many. All costs stay at or above zero, so that more work never looks faster.
+
+How well a device computes a number of tokens goes up and down with it, by a tenth on a GPU, as its tiles fill the last
+round of multiprocessors or not. What steps of a size take beyond the lines is remembered by size, as a factor.
 """
 
 from __future__ import annotations
@@ -21,6 +24,17 @@ DECODE_WEIGHT = 0.2
 """Of a decode step beside a step with prefills, whose time is what has to be predicted."""
 MOST_SURPRISE = 4.0
 """A step counts as at least the predicted time over this, so that one odd clock does not outweigh all others."""
+SIZE = 128
+"""Tokens of one of the sizes that have a factor."""
+NUM_SIZES = 64
+"""Larger steps have none."""
+FACTOR_RATE, FACTOR_MEMORY = 0.5, 0.995
+"""How far a factor moves to what is observed, and what is left of its difference from 1 after a step of another size:
+a size that was slow once is tried again."""
+MOST_FACTOR = 1.25
+"""A factor is between this and its inverse."""
+LEAST_STEPS = 8
+"""Steps with prefills that are observed before there are factors; the lines come first."""
 SHAPE_WEIGHT, SCALE_WEIGHT = 0.002, 0.01
 """Of the prior's proportions and of its scale, beside 1 for each step with prefills."""
 
@@ -81,6 +95,8 @@ class StepTimeModel:
         self._prefills = _Evidence(PREFILL_MEMORY)
         self._decodes = _Evidence(DECODE_MEMORY)
         self._is_stale = False
+        self._factors = np.ones(NUM_SIZES)
+        self._num_prefills = 0
         self.most_tokens = 0
         """Tokens of the largest step that was observed."""
 
@@ -91,6 +107,11 @@ class StepTimeModel:
             self._is_stale = False
             self._costs = StepCosts(*(a * b for a, b in zip(self._fitted(), self._prior, strict=True)))
         return self._costs
+
+    def factor(self, tokens: int) -> float:
+        """What a step with prefills and so many tokens takes, as a multiple of what ``costs`` say."""
+        size = -(-tokens // SIZE)
+        return float(self._factors[size]) if size < NUM_SIZES else 1.0
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """A step took that long on the device, without what it waited for; 0 says nothing."""
@@ -106,9 +127,21 @@ class StepTimeModel:
             prior.context * load.context / seconds,
             prior.pair * load.pairs / seconds,
         ]
+        if load.is_prefill:
+            self._note_size(load, seconds)
         (self._prefills if load.is_prefill else self._decodes).add(parts)
         self.most_tokens = max(self.most_tokens, tokens)
         self._is_stale = True
+
+    def _note_size(self, load: StepLoad, seconds: float) -> None:
+        self._num_prefills += 1
+        size = -(-load.tokens // SIZE)
+        if self._num_prefills <= LEAST_STEPS or size >= NUM_SIZES:
+            return
+        before = self._factors[size]
+        self._factors += (1.0 - FACTOR_MEMORY) * (1.0 - self._factors)
+        ratio = min(max(seconds / self.costs.of(load), 1.0 / MOST_FACTOR), MOST_FACTOR)
+        self._factors[size] = before + FACTOR_RATE * (ratio - before)
 
     def _fitted(self) -> list[float]:
         """The costs as multiples of the prior's: least squares, and close to one common factor."""

@@ -42,8 +42,8 @@ class Rows(NamedTuple):
 
 
 COMPILED_PREFILLS = tuple(tokens - ROWS[0] for tokens in (*range(64, 513, 64), *range(640, 2177, 128)))
-"""With the decode rows that are added: all sizes of steps in graphs. cuBLAS loads a kernel when it takes it first, and a
-step that waits for that is late."""
+"""With the decode rows that are added: all sizes of steps in graphs. cuBLAS loads a kernel when it takes it first, and
+a step that waits for that is late."""
 CAPTURED = (Rows(decode=1), Rows(prefill=COMPILED_PREFILLS[0]), Rows(decode=2), Rows(decode=4), Rows(decode=8))
 """Steps whose graphs are captured before the first request, the commonest first; others when they are needed."""
 CAPTURE_S = 1.5

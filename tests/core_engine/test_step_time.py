@@ -111,3 +111,30 @@ def test_more_work_never_looks_faster(observed: list[tuple[StepLoad, float]], lo
         assert min(model.costs) >= 0.0
     together = StepLoad(load.tokens + more.tokens, load.context + more.context, load.pairs + more.pairs, True)
     assert 0.0 <= model.costs.of(load) <= model.costs.of(together) * (1 + 1e-12) < float("inf")
+
+
+def test_sizes_have_factors_of_their_own() -> None:
+    """A size that is slower than its neighbours is told from them; noise and stalls tell little, and it is forgotten."""
+
+    def uneven(load: StepLoad) -> float:
+        return llama_8b(load) * (1.1 if load.is_prefill and -(-load.tokens // 128) == 9 else 1.0)
+
+    draw, model = random.Random(5), StepTimeModel(GPU_COSTS)
+
+    def observe(tokens: int, device: Callable[[StepLoad], float]) -> None:
+        load = StepLoad(tokens, 50_000, (tokens - 32) * draw.randint(500, 8000), True)
+        model.observe(load, device(load))
+
+    def between(tokens: int) -> float:
+        return model.factor(tokens) / ((model.factor(tokens - 128) + model.factor(tokens + 128)) / 2)
+
+    assert model.factor(1024) == model.factor(10**6) == 1.0
+    for _ in range(40):
+        for tokens in (1024, 1152, 1280):
+            observe(tokens, uneven)
+    assert between(1152) == pytest.approx(1.1, abs=0.03)
+    observe(1152, lambda load: 9.0)
+    assert model.factor(1152) < 1.25
+    for _ in range(600):
+        observe(draw.choice([512, 2048]), llama_8b)
+    assert between(1152) == pytest.approx(1.0, abs=0.03)
