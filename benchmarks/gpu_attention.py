@@ -28,7 +28,7 @@ from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import DecodeConfig, decode, decode_config, make_decode_workspace
 from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill
-from gpu_worker.kernels.prefill_plan import TileCut, prefill_items
+from gpu_worker.kernels.prefill_plan import TileCut, has_pieces, prefill_items
 
 LAUNCH_US = 4.5
 EXPECTED_BYTES_PER_US = 3.8e6
@@ -218,13 +218,14 @@ class PrefillBench:
         workspace = make_prefill_workspace(shape.kv_heads, num_sms(), self.query.device)
         programs = config.programs_per_sm * num_sms()
         cut = TileCut(config.rows // group, shape.kv_heads, programs, config.keys, workspace.max_pieces)
-        items = torch.from_numpy(prefill_items(self.spans, cut)).cuda()
+        table = prefill_items(self.spans, cut)
+        items = torch.from_numpy(table).cuda()
 
         def launch(index: int) -> None:
             cache = caches.layers[index % caches.num_layers]
             prefill(
-                self.query, cache, items, caches.tables, self.output, shape.head_dim**-0.5, None, config, programs,
-                workspace,
+                self.query, cache, items, caches.tables, self.output, shape.head_dim**-0.5, None, config,
+                programs if has_pieces(table) else None, workspace,
             )  # fmt: skip
 
         return graph_us(launch, 8)

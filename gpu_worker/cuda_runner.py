@@ -25,7 +25,7 @@ from gpu_worker.cuda_state import CudaState, Int32, forward_rows
 from gpu_worker.cuda_transfers import CudaTransfers
 from gpu_worker.device_clock import DeviceClock, HostTimes, StepTimes
 from gpu_worker.forward_context import ForwardContext
-from gpu_worker.host_copies import Returned
+from gpu_worker.host_copies import Returned, Returns
 from gpu_worker.host_pool import HostPool
 from gpu_worker.kernels.block_copy import block_copy
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
@@ -125,7 +125,7 @@ class CudaRunner:
         """The outputs of graphs."""
         self.transfers = CudaTransfers(cache, None)
         self._graphs = GraphCache(self.device, graphs)
-        self._clock = DeviceClock(self.device)
+        self._clock, self._returns = DeviceClock(self.device), Returns()
         self._note: Callable[[float], None] | None = None
         """Of the step that is being launched."""
         self._ahead = self._graphs_ahead()
@@ -211,7 +211,7 @@ class CudaRunner:
         wanted = [samples.tokens]
         if samples.logprobs is not None and (counts >= 0).any():
             wanted.append(samples.logprobs)
-        returned, transferred = Returned(wanted), self.transfers.start(step)
+        returned, transferred = self._returns.send(wanted), self.transfers.start(step)
         return CudaLaunched(step.number, returned, len(slots), counts, prompts, times, transferred, self._note)
 
     # -- decode rows alone -------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -76,19 +78,39 @@ class _Buffer:
 class Returned:
     """Tensors on their way to the host."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        """Begin to copy on the current stream."""
-        if tensors and tensors[0].is_cuda:
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
-            self._event: torch.cuda.Event | None = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._host, self._event = [tensor.clone() for tensor in tensors], None
+    def __init__(self, host: list[torch.Tensor], event: torch.cuda.Event | None) -> None:
+        """
+        Args:
+            event: when they are there; None: they are.
+        """
+        self._host, self._event = host, event
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors on the host; waits without holding the interpreter's lock."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
+
+
+class Returns:
+    """Brings results to the host, behind what the current stream does, without a copy engine (``host_write``)."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+        """Host memory that may yet be written; nobody else gets it until then, whoever has dropped the result."""
+
+    def send(self, tensors: list[torch.Tensor]) -> Returned:
+        """Begin to copy contiguous tensors of multiples of 4 bytes."""
+        if not tensors or not tensors[0].is_cuda:
+            return Returned([tensor.clone() for tensor in tensors], None)
+        from gpu_worker.kernels.host_write import write_to_host
+
+        while self._pending and self._pending[0][0].query():  # type: ignore[no-untyped-call]
+            self._pending.popleft()
+        host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for here, there in zip(tensors, host, strict=True):
+            write_to_host(here, there)
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self._pending.append((event, host))
+        return Returned(host, event)

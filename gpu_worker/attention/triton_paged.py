@@ -23,7 +23,7 @@ from gpu_worker.kernels.paged_decode import (
     make_decode_workspace,
 )
 from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill, prefill_config
-from gpu_worker.kernels.prefill_plan import TileCut, prefill_items
+from gpu_worker.kernels.prefill_plan import TileCut, has_pieces, prefill_items
 from gpu_worker.kernels.prefix_pass import (
     PrefixConfig,
     PrefixTables,
@@ -78,6 +78,8 @@ class Metadata:
     items: torch.Tensor | None = None
     """Of ``prefill_plan.prefill_items`` for ``prefill_config``."""
     prefill_config: PrefillConfig | None = None
+    prefill_programs: int | None = None
+    """As of ``paged_prefill.prefill``."""
     slot_mapping: torch.Tensor | None = None
     """[tokens] int32 or int64: where keys and values go; set by the runner."""
 
@@ -216,6 +218,9 @@ class TritonPagedAttention:
         metadata = Metadata(block_tables, prefill.num_tokens + len(slots), decodes)
         if not self.shape.batch_invariant:
             metadata.items, metadata.prefill_config = items, prefill.config
+            # A graph's items differ with each replay.
+            if len(items) != len(prefill.table) or has_pieces(prefill.table):
+                metadata.prefill_programs = self.tile_cut(prefill.config).programs
         elif prefill.num_tokens:
             # An item is a token.
             by_token = items[1:][items[1:, 1].argsort()]
@@ -275,7 +280,7 @@ class TritonPagedAttention:
         tables = metadata.block_tables
         if metadata.items is not None and (config := metadata.prefill_config) is not None:
             prefill(
-                query, cache, metadata.items, tables, output, scale, window, config, self.tile_cut(config).programs,
+                query, cache, metadata.items, tables, output, scale, window, config, metadata.prefill_programs,
                 self._prefill_workspace, *scales,
             )  # fmt: skip
         for index, rows in enumerate(metadata.decodes):

@@ -4,8 +4,8 @@ FlashAttention-2 (Dao, 2023) with the heads that share a KV head packed beside t
 row r is token ``r // group`` and head ``r % group``. Keys and values, those of the span itself too, are read through
 the block table.
 
-The programs take the items of ``prefill_plan`` in turns. Of a context in pieces each leaves a partial result, and the
-last program that arrives joins them, in their order.
+Whole tiles have a program each. With contexts in pieces the programs take the items of ``prefill_plan`` in turns; each
+piece leaves a partial result, and the last program that arrives joins them, in their order.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def prefill(
     scale: float,
     window: int | None,
     config: PrefillConfig,
-    programs: int,
+    programs: int | None,
     workspace: PrefillWorkspace,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
@@ -113,7 +113,7 @@ def prefill(
         block_tables: [slots, max_blocks] int32, rows contiguous.
         output: [tokens, heads, head_dim] of query's dtype, or flat heads; a token is contiguous.
         window: positions that a token sees, itself included; None: all before it.
-        programs: as of ``TileCut``.
+        programs: as of ``TileCut``; None: all of ``items`` are there, and none of them is a piece.
         k_scale: what the cache's keys must be multiplied by.
         v_scale: the same of the values.
     """
@@ -127,7 +127,8 @@ def prefill(
     assert config.rows * dim_tile <= MAX_CELLS
     if len(items) == 1:
         return
-    _prefill_kernel[(min(programs, (len(items) - 1) * kv_heads),)](
+    num_items = len(items) - 1
+    _prefill_kernel[(num_items, kv_heads) if programs is None else (min(programs, num_items * kv_heads),)](
         query,
         cache,
         output,
@@ -150,6 +151,7 @@ def prefill(
         ROWS=config.rows,
         KEYS=config.keys,
         HAS_WINDOW=window is not None,
+        IN_TURNS=programs is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -273,6 +275,85 @@ def _leave_piece(
     return total, values, is_last
 
 
+@triton.jit
+def _attend_item(
+    query_ptr,
+    cache_ptr,
+    output_ptr,
+    item_ptr,
+    is_there,
+    head,
+    block_tables_ptr,
+    values_ptr,
+    statistics_ptr,
+    arrivals_ptr,
+    scale,
+    v_scale,
+    window,
+    query_stride,
+    output_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IN_TURNS: tl.constexpr,
+):
+    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
+    token = row // GROUP
+    slot = tl.load(item_ptr, is_there, other=0)
+    first_token = tl.load(item_ptr + 1, is_there, other=0)
+    tokens = tl.load(item_ptr + 2, is_there, other=0)
+    first_position = tl.load(item_ptr + 3, is_there, other=0)
+    place = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
+    global_token = (first_token + token).to(tl.int64)[:, None]
+    is_element = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
+    query = tl.load(query_ptr + global_token * query_stride + place, is_element, other=0.0)
+
+    position = first_position + token
+    context = first_position + tokens
+    begin, end = 0, context
+    if IN_TURNS:
+        begin = tl.load(item_ptr + 4, is_there, other=0)
+        end = tl.load(item_ptr + 5, is_there, other=0)
+    table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
+    head_ptr = cache_ptr + head * (BLOCK_SIZE * HEAD_DIM)
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    values = tl.zeros((ROWS, DIM_TILE), tl.float32)
+    if HAS_WINDOW:
+        masked_from = tl.maximum(begin, tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS)
+    else:
+        masked_from = (first_position + 1) // KEYS * KEYS
+        if IN_TURNS:
+            # ``end`` is a multiple of KEYS, too, unless it is that of the context.
+            masked_from = tl.minimum(tl.maximum(begin, masked_from), end)
+        maximum, total, values = attend_keys(
+            maximum, total, values, query, head_ptr, table_ptr, begin, masked_from, position, context, window, scale,
+            KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, False, False,
+        )  # fmt: skip
+    maximum, total, values = attend_keys(
+        maximum, total, values, query, head_ptr, table_ptr, masked_from, end, position, context, window, scale,
+        KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, HAS_WINDOW, True,
+    )  # fmt: skip
+    if IN_TURNS:
+        pieces = tl.load(item_ptr + 6, is_there, other=1)
+        is_whole = pieces <= 1
+        if pieces > 1:
+            total, values, is_whole = _leave_piece(
+                maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, tl.load(item_ptr + 7), pieces,
+                tl.load(item_ptr + 8), head, KV_HEADS, DIM_TILE, ROWS,
+            )  # fmt: skip
+        is_element &= is_whole
+    # Rows beyond the last token may have seen nothing in their window.
+    result = values * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    tl.store(output_ptr + global_token * output_stride + place, result.to(output_ptr.dtype.element_ty), is_element)
+
+
 @triton.jit(do_not_specialize=["window"], do_not_specialize_on_alignment=["table_stride", "items_ptr"])
 def _prefill_kernel(
     query_ptr,
@@ -297,56 +378,24 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    IN_TURNS: tl.constexpr,
 ):
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    units = tl.load(items_ptr) * KV_HEADS
-    row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
-    token = row // GROUP
-    for turn in range(tl.cdiv(units, programs)):
-        unit = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
-        # Heads vary fastest: programs that run side by side read the same blocks.
-        head = unit % KV_HEADS
-        item_ptr = items_ptr + COLUMNS * (1 + unit // KV_HEADS)
-        is_there = unit < units
-        slot = tl.load(item_ptr, is_there, other=0)
-        first_token = tl.load(item_ptr + 1, is_there, other=0)
-        tokens = tl.load(item_ptr + 2, is_there, other=0)
-        first_position = tl.load(item_ptr + 3, is_there, other=0)
-        begin = tl.load(item_ptr + 4, is_there, other=0)
-        end = tl.load(item_ptr + 5, is_there, other=0)
-        place = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-        global_token = (first_token + token).to(tl.int64)[:, None]
-        is_element = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
-        query = tl.load(query_ptr + global_token * query_stride + place, is_element, other=0.0)
-
-        position = first_position + token
-        context = first_position + tokens
-        table_ptr = block_tables_ptr + slot.to(tl.int64) * table_stride
-        head_ptr = cache_ptr + head * (BLOCK_SIZE * HEAD_DIM)
-        maximum = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        values = tl.zeros((ROWS, DIM_TILE), tl.float32)
-        if HAS_WINDOW:
-            masked_from = tl.maximum(begin, tl.maximum(first_position + 1 - window, 0) // KEYS * KEYS)
-        else:
-            # Both are multiples of KEYS, unless the keys end before the first that only some rows see.
-            masked_from = tl.minimum(tl.maximum(begin, (first_position + 1) // KEYS * KEYS), end)
-            maximum, total, values = attend_keys(
-                maximum, total, values, query, head_ptr, table_ptr, begin, masked_from, position, context, window,
-                scale, KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, False, False,
+    if IN_TURNS:
+        program, programs = tl.program_id(0), tl.num_programs(0)
+        units = tl.load(items_ptr) * KV_HEADS
+        for turn in range(tl.cdiv(units, programs)):
+            unit = turn * programs + tl.where(turn % 2 == 0, program, programs - 1 - program)
+            # Heads vary fastest: programs that run side by side read the same blocks.
+            _attend_item(
+                query_ptr, cache_ptr, output_ptr, items_ptr + COLUMNS * (1 + unit // KV_HEADS), unit < units,
+                unit % KV_HEADS, block_tables_ptr, values_ptr, statistics_ptr, arrivals_ptr, scale, v_scale, window,
+                query_stride, output_stride, table_stride,
+                KV_HEADS, GROUP, HEAD_DIM, DIM_TILE, BLOCK_SIZE, ROWS, KEYS, HAS_WINDOW, IN_TURNS,
             )  # fmt: skip
-        maximum, total, values = attend_keys(
-            maximum, total, values, query, head_ptr, table_ptr, masked_from, end, position, context, window, scale,
-            KV_HEADS, HEAD_DIM, DIM_TILE, BLOCK_SIZE, KEYS, HAS_WINDOW, True,
+    else:
+        _attend_item(
+            query_ptr, cache_ptr, output_ptr, items_ptr + COLUMNS * (1 + tl.program_id(0)), True, tl.program_id(1),
+            block_tables_ptr, values_ptr, statistics_ptr, arrivals_ptr, scale, v_scale, window,
+            query_stride, output_stride, table_stride,
+            KV_HEADS, GROUP, HEAD_DIM, DIM_TILE, BLOCK_SIZE, ROWS, KEYS, HAS_WINDOW, IN_TURNS,
         )  # fmt: skip
-        pieces = tl.load(item_ptr + 6, is_there, other=1)
-        is_whole = pieces <= 1
-        if pieces > 1:
-            total, values, is_whole = _leave_piece(
-                maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, tl.load(item_ptr + 7), pieces,
-                tl.load(item_ptr + 8), head, KV_HEADS, DIM_TILE, ROWS,
-            )  # fmt: skip
-        # Rows beyond the last token may have seen nothing in their window.
-        result = values * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-        pointers = output_ptr + global_token * output_stride + place
-        tl.store(pointers, result.to(output_ptr.dtype.element_ty), is_element & is_whole)

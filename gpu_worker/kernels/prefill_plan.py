@@ -1,8 +1,8 @@
 """How prefill attention is shared out among the programs of its kernel; made on the host, once a step.
 
-Query tokens are cut into tiles, and a tile's work is its context. Program p of P takes the p-th of the first P items
-and the p-th last of the P items after those, in turns, longest items first. Where that would leave some programs idle
-for long, contexts are cut in pieces, whose results are joined.
+Query tokens are cut into tiles, and a tile's work is its context. Items begin with the longest: program p of P that run
+at a time takes the p-th of the first P items and the p-th last of the P items after those, in turns. Where that would
+leave some programs idle for long, contexts are cut in pieces, whose results are joined.
 """
 
 from __future__ import annotations
@@ -76,6 +76,11 @@ def prefill_items(spans: Int32, cut: TileCut) -> Int32:
     end = np.minimum(begin + piece[tile], ends[tile])
     items = np.column_stack([table[tile], begin, end, pieces[tile], index, (first * is_cut)[tile]])
     return _with_header(items[np.argsort(begin - end, kind="stable")])
+
+
+def has_pieces(table: Int32) -> bool:
+    """Whether contexts are cut in ``prefill_items``."""
+    return bool((table[1:, 6] > 1).any())
 
 
 def _with_header(items: Int64) -> Int32:

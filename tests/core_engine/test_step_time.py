@@ -114,7 +114,7 @@ def test_more_work_never_looks_faster(observed: list[tuple[StepLoad, float]], lo
 
 
 def test_sizes_have_factors_of_their_own() -> None:
-    """A size that is slower than its neighbours is told from them; noise and stalls tell little, and it is forgotten."""
+    """A size that is slower than its neighbours is told from them; stalls tell little, and it is forgotten."""
 
     def uneven(load: StepLoad) -> float:
         return llama_8b(load) * (1.1 if load.is_prefill and -(-load.tokens // 128) == 9 else 1.0)

@@ -10,7 +10,7 @@ import torch
 
 from gpu_worker.kernels import prefill_plan
 from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill, prefill_config
-from gpu_worker.kernels.prefill_plan import COLUMNS, TileCut, max_items, prefill_items
+from gpu_worker.kernels.prefill_plan import COLUMNS, TileCut, has_pieces, max_items, prefill_items
 from tests.kernels.attention_reference import HALF, attend, make_paged, tolerance
 
 EDGES = [(1, 1), (16, 16), (17, 33), (5, 64), (31, 31), (1, 40)]
@@ -30,7 +30,8 @@ def run(
     programs: int = 5,
     padding: int = 0,
 ) -> int:
-    """Attend over spans that lie in the step with a gap before each, twice, and compare with the reference.
+    """Attend over spans that lie in the step with a gap before each, and compare with the reference: in turns, twice,
+    and if no context is cut with a program for each item.
 
     Returns:
         The pieces of contexts that were cut.
@@ -46,15 +47,18 @@ def run(
     cut = TileCut(config.rows // (heads // kv_heads), kv_heads, programs, config.keys, workspace.max_pieces)
     items = prefill_items(table, cut)
     padded = np.concatenate([items, np.zeros((padding, COLUMNS), np.int32)])
-    output = torch.full_like(query, 7.0)
     scale = head_dim**-0.5
     workspace.values.fill_(torch.nan)
-    for _ in range(2):
-        output[starts[0] :].fill_(7.0)
-        prefill(
-            query, paged.cache, torch.from_numpy(padded).to(device), paged.block_tables, output, scale, window, config,
-            programs, workspace,
-        )  # fmt: skip
+    outputs = []
+    for table, at_a_time in ((padded, programs), (padded, programs), (items, None)):
+        if at_a_time is not None or not has_pieces(items):
+            outputs.append(torch.full_like(query, 7.0))
+            there = torch.from_numpy(table).to(device)
+            prefill(
+                query, paged.cache, there, paged.block_tables, outputs[-1], scale, window, config, at_a_time, workspace
+            )  # fmt: skip
+            torch.testing.assert_close(outputs[-1], outputs[0], rtol=0, atol=0)
+    output = outputs[0]
     assert not workspace.arrivals.any()
     untouched = torch.ones(total, dtype=torch.bool)
     for slot, (count, context) in enumerate(spans):
