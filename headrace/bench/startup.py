@@ -133,7 +133,8 @@ class Timeline:
             elif said.get("event") == PART:
                 self.parts[said["part"]] = said["seconds"]
             elif said.get("level") in ("warning", "error") or not said:
-                print(f"{said['service']}: {said['event']}" if "event" in said else line.rstrip(), file=sys.stderr)
+                is_of_service = "service" in said and "event" in said
+                print(f"{said['service']}: {said['event']}" if is_of_service else line.rstrip(), file=sys.stderr)
             if said.get("level") == "error":
                 self.reason = said["event"]
             self.reason = said.get("reason", self.reason)
