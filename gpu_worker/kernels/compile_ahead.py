@@ -7,6 +7,8 @@ kind, take a minute one after another. Compilers run in other processes or witho
 from __future__ import annotations
 
 import contextlib
+import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
+from triton.runtime import build
 from triton.runtime.jit import JITFunction
 
 
@@ -28,6 +31,7 @@ def compiled_ahead(threads: int) -> Iterator[None]:
     """
     with (
         ThreadPoolExecutor(threads, "compile") as pool,
+        loaded_one_by_one(),
         triton.AsyncCompileMode(_Loading(pool), ignore_errors=True),
         _nothing_is_launched(),
         _Zeroed(),
@@ -49,6 +53,29 @@ class _Loading(Executor):
             return kernel
 
         return self._pool.submit(compile_and_load)
+
+
+@contextlib.contextmanager
+def loaded_one_by_one() -> Iterator[None]:
+    """Each module that Triton loads is the caller's own.
+
+    The modules that launch kernels all have one name. Python keeps one object for the name and, when a file is loaded
+    again (kernels of like arguments share one), fills this object anew and returns it: what it holds changes with the
+    next one that any thread loads, and a kernel would be launched with the arguments of another.
+    """
+    load, lock = build._load_module_from_path, threading.Lock()
+
+    def load_own(name: str, path: str) -> types.ModuleType:
+        with lock:
+            own = types.ModuleType(name)
+            own.__dict__.update(load(name, path).__dict__)
+            return own
+
+    build._load_module_from_path = load_own
+    try:
+        yield
+    finally:
+        build._load_module_from_path = load
 
 
 @contextlib.contextmanager
