@@ -187,11 +187,14 @@ def test_a_search_goes_where_all_its_beams_have_room(lost: bool) -> None:
     simulation.check_empty()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize("fields", [{"n": 2}, {"n": 2, "beam_width": 2, "temperature": 0.0}], ids=["choices", "beams"])
-def test_what_rested_meanwhile_is_told_that_it_fits_nowhere(fields: dict[str, Any]) -> None:
+def test_what_rested_meanwhile_is_told_that_it_fits_nowhere(fields: dict[str, Any], is_replaced: bool) -> None:
     """The only worker with enough memory is lost while nobody reads."""
     simulation = Simulation(28, max_model_len=64)
     request = simulation.submit([5] * 10, max_tokens=30, ignore_eos=True, **fields)
+    if is_replaced:
+        simulation.replace(request.sequences[0], ())
     fitting = simulation.submit([6] * 10, max_tokens=5, ignore_eos=True)
     for sequence in request.sequences + fitting.sequences:
         simulation.core.rest(sequence, True)
@@ -201,7 +204,8 @@ def test_what_rested_meanwhile_is_told_that_it_fits_nowhere(fields: dict[str, An
         simulation.core.rest(sequence, False)
     refused = simulation.core.refuse_homeless(request.sequences + fitting.sequences)
     assert {sequence.request for sequence, _ in refused} == {request}
-    assert {sequence.finish_reason for sequence in request.sequences} == {FinishReason.ERROR}
+    reasons = [sequence.finish_reason for sequence in request.sequences]
+    assert reasons == [FinishReason.ABORT] * is_replaced + [FinishReason.ERROR] * 2
     simulation.fail(request)
     simulation.run()
     assert fitting.sequences[0].finish_reason is FinishReason.LENGTH
