@@ -443,9 +443,7 @@ def _timing(replica: Replica, step: StepInFlight, result: StepResult, now: float
 
 def _waits(sequence: Sequence) -> bool:
     """Whether it is in the queue. The leader of a search may be, although its choice was replaced by another."""
-    search = sequence.request.search
-    if search is None:
-        is_over = sequence.finish_reason is not None
-    else:
+    search, is_over = sequence.request.search, sequence.finish_reason is not None
+    if search is not None:
         is_over = sequence is not search.leader or search.replica is not None or search.is_over
     return not is_over and sequence.slot is None and not sequence.resting
