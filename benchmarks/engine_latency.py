@@ -11,6 +11,8 @@ blocks are two engines side by side whose steps alternate, so that a slow moment
 - long prompt: ``submit`` and ``plan`` of a prompt of 100,000 tokens beside 64 sequences that decode. New to the cache,
   cached whole by the request before, and with another prompt of the same beginning being computed. The longest of all
   calls of ``submit``, ``plan`` and ``settle`` until its first token counts.
+- host tier: the same with a tier of the prefix cache in 50,000 blocks of host memory, which is full. New; in both
+  tiers; in host memory alone; half of it on the device.
 - large pool: the longest single call of ``plan`` and ``settle`` while a pool of 1,000,000 blocks fills up with prefixes
   and then evicts as many again; and the time to make the pool, when a worker joins.
 """
@@ -27,8 +29,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.simulated import print_table, write_result
+from core_engine.block import Block
 from core_engine.block_pool import BlockPool
 from core_engine.core import CoreConfig, EngineCore
+from core_engine.host_memory import HostMemorySpec
+from core_engine.host_pool import HostPool
 from core_engine.prefix_hash import block_digest, root_digest
 from core_engine.request import Request, Sequence
 from core_engine.scheduler import SchedulerConfig
@@ -38,9 +43,12 @@ from shared.sampling import SamplingParams
 
 SEATS, WAITING, VOCAB, BLOCK_SIZE = 256, 10_000, 1000, 16
 FEW, MANY = 40_000, 1_000_000
+HOST = 50_000
 LONG = 100_000
 TABLE = 32
 """Blocks of a cached prefix."""
+BLOCK_BYTES = 2**20
+CALLS = ("submit", "plan", "settle")
 NOTHING: Int32 = np.empty(0, np.int32)
 Result = TypeVar("Result")
 
@@ -48,15 +56,30 @@ Result = TypeVar("Result")
 class Engine:
     """A core whose worker answers at once; each call is timed."""
 
-    def __init__(self, num_blocks: int, *, max_model_len: int = 4096, seats: int = SEATS, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        max_model_len: int = 4096,
+        seats: int = SEATS,
+        replicas: int = 1,
+        num_host_blocks: int = 0,
+    ) -> None:
         scheduler = SchedulerConfig(
             max_num_seqs=seats, max_num_batched_tokens=8192, max_prefill_tokens=8192, max_model_len=max_model_len
         )
-        config = CoreConfig(scheduler=scheduler, vocab_size=VOCAB, max_num_queued_reqs=10**6, short_step_s=0.0)
+        host = HostMemorySpec(num_host_blocks, BLOCK_BYTES) if num_host_blocks else None
+        config = CoreConfig(
+            scheduler=scheduler,
+            vocab_size=VOCAB,
+            max_num_queued_reqs=10**6,
+            short_step_s=0.0,
+            kv_offloading_size=1.0 if num_host_blocks else 0.0,
+        )
         self.now = 0.0
         self.core = EngineCore(config, clock=lambda: self.now)
         for number in range(replicas):
-            self.core.begin_epoch(f"w{number}", Epoch(1, number), num_blocks)
+            self.core.begin_epoch(f"w{number}", Epoch(1, number), num_blocks, host)
         self.replica = self.core.replicas[0]
         self.longest: dict[str, float] = {}
         """CPU seconds of the longest call, by name."""
@@ -84,7 +107,8 @@ class Engine:
                 took = time.thread_time() - began
             while len(replica.window) > (1 if step is not None else 0):
                 oldest = replica.window[0]
-                result = StepResult(replica.epoch, oldest.number, np.ones(len(oldest.sampled), np.int32), NOTHING)
+                tokens = np.ones(len(oldest.sampled), np.int32)
+                result = StepResult(replica.epoch, oldest.number, tokens, NOTHING, transferred=oldest.number)
                 self.timed("settle", functools.partial(self.core.settle, replica, result))
         self.now += 0.01
         return took
@@ -113,6 +137,17 @@ def fill_with_prefixes(pool: BlockPool) -> None:
             table.append(block)
             parent, before = digest, block
         pool.release(table)
+
+
+def fill_tier(pool: HostPool) -> None:
+    """Have every block keep one that nobody asks for."""
+    for number in range(pool.num_blocks):
+        block = Block(0)
+        block.digest = block_digest(root_digest(), number.to_bytes(4, "little"))
+        host = pool.take(block)
+        assert host is not None
+        host.is_ready = True
+        pool.release(host)
 
 
 def microseconds(seconds: list[float]) -> dict[str, float]:
@@ -173,12 +208,19 @@ def long_prompt(rounds: int) -> list[dict[str, Any]]:
                 alike = np.concatenate([first.request.prompt[: LONG // 2], engine.prompt(LONG // 2)])
                 calls["begins like another"].append(until_first_token(engine, alike))
                 engine.core.end(first, FinishReason.ABORT)
-        for case, longest in calls.items():
-            row: dict[str, Any] = {"case": case, "num_blocks": num_blocks, "replicas": replicas}
-            for name in ("submit", "plan", "settle"):
-                row[f"{name}_ms"] = 1e3 * float(np.median([each[name] for each in longest]))
-                row[f"{name}_most_ms"] = 1e3 * max(each[name] for each in longest)
-            found.append(row)
+        found += rows_of(calls, num_blocks=num_blocks, replicas=replicas)
+    return found
+
+
+def rows_of(calls: dict[str, list[dict[str, float]]], **fields: int) -> list[dict[str, Any]]:
+    """One for each case; ``calls`` are those of ``until_first_token``."""
+    found = []
+    for case, longest in calls.items():
+        row: dict[str, Any] = {"case": case, **fields}
+        for name in CALLS:
+            row[f"{name}_ms"] = 1e3 * float(np.median([each[name] for each in longest]))
+            row[f"{name}_most_ms"] = 1e3 * max(each[name] for each in longest)
+        found.append(row)
     return found
 
 
@@ -191,6 +233,36 @@ def until_first_token(engine: Engine, prompt: Int32) -> dict[str, float]:
     for _ in range(4):
         engine.step()
     return engine.longest
+
+
+def host_tier(rounds: int) -> list[dict[str, Any]]:
+    """The same where host memory, full of other prefixes, keeps what is released. Copies take no time, so that all that
+    is found is loaded."""
+    found = []
+    for replicas in (1, 2):
+        engine = Engine(FEW, max_model_len=LONG + 2048, seats=80, replicas=replicas, num_host_blocks=HOST)
+        pools = [replica.kv.pool for replica in engine.core.replicas]
+        for replica in engine.core.replicas:
+            fill_with_prefixes(replica.kv.pool)
+            assert replica.kv.host is not None
+            fill_tier(replica.kv.host.pool)
+        for _ in range(64):
+            engine.submit(engine.prompt(64), 100_000)
+        for _ in range(8):
+            engine.step()
+        calls: dict[str, list[dict[str, float]]] = {"new": [], "in both": [], "in host memory": [], "half of it": []}
+        with quiet_collector():
+            for _ in range(rounds):
+                prompt = engine.prompt(LONG)
+                for case, seen in calls.items():
+                    if case in ("in host memory", "half of it"):
+                        for pool in pools:
+                            fill_with_prefixes(pool)
+                    if case == "half of it":
+                        until_first_token(engine, prompt[: LONG // 2])
+                    seen.append(until_first_token(engine, prompt))
+        found += rows_of(calls, num_blocks=FEW, replicas=replicas)
+    return found
 
 
 def large_pool() -> dict[str, Any]:
@@ -217,6 +289,17 @@ def large_pool() -> dict[str, Any]:
     }
 
 
+def print_longest(title: str, rows: list[dict[str, Any]]) -> None:
+    """Those of ``rows_of``."""
+    head = [title, "blocks", "replicas", *(f"longest {name}: median, most, ms" for name in CALLS)]
+    table = [
+        [row["case"], f"{row['num_blocks']:,}", row["replicas"]]
+        + [f"{row[f'{name}_ms']:.1f}, {row[f'{name}_most_ms']:.1f}" for name in CALLS]
+        for row in rows
+    ]
+    print_table(head, table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=300, help="steps of each planning case")
@@ -226,14 +309,9 @@ def main() -> None:
     head = ["planning", "blocks", "median, µs", "p90, µs"]
     print_table(head, [[row["case"], f"{row['num_blocks']:,}", row["median_us"], row["p90_us"]] for row in plans])
     prompts = long_prompt(max(options.rounds // 50, 2))
-    names = ("submit", "plan", "settle")
-    head = ["prompt of 100,000", "blocks", "replicas", *(f"longest {name}: median, most, ms" for name in names)]
-    rows = [
-        [row["case"], f"{row['num_blocks']:,}", row["replicas"]]
-        + [f"{row[f'{name}_ms']:.1f}, {row[f'{name}_most_ms']:.1f}" for name in names]
-        for row in prompts
-    ]
-    print_table(head, rows)
+    print_longest("prompt of 100,000", prompts)
+    tier = host_tier(max(options.rounds // 30, 2))
+    print_longest("with a host tier", tier)
     pool = large_pool()
     head = ["pool of 1,000,000 blocks", "longest plan, ms", "longest settle, ms"]
     rows = [
@@ -242,7 +320,7 @@ def main() -> None:
     ]
     print_table(head, rows)
     print(f"making it took {pool['made_ms']:.1f} ms")
-    write_result(options.out, {"planning": plans, "long_prompt": prompts, "large_pool": pool})
+    write_result(options.out, {"planning": plans, "long_prompt": prompts, "host_tier": tier, "large_pool": pool})
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ class Load(Transfer):
     Args:
         blocks: a block table, each held for this load: the cached ones, those to copy into, those to compute.
         sources: what is copied, each held once.
-        names: of the blocks that are copied into: digest, digest of the block before, ids; none without a prefix cache.
     """
 
     direction = TO_DEVICE
@@ -47,7 +46,6 @@ class Load(Transfer):
         blocks: list[Block],
         num_cached: int,
         sources: list[HostBlock],
-        names: list[tuple[bytes, bytes, bytes]],
     ) -> None:
         super().__init__(list(zip(blocks[num_cached:], sources, strict=False)))
         self.host = host
@@ -58,11 +56,12 @@ class Load(Transfer):
         self.num_loaded = num_cached + len(sources)
         """Blocks with KV once it is complete."""
         self.is_complete = False
-        self._names = names
+        self._named_for = sequence
+        """Its first tokens, which never change, are those of the blocks."""
 
     def copies(self, digest: bytes) -> bool:
         """Whether the first block that is being copied will be cached by this name."""
-        return not self.is_complete and bool(self._names) and self._names[0][0] == digest
+        return not self.is_complete and self.host.kv.digest_of(self._named_for, self.num_cached) == digest
 
     @property
     def num_seats(self) -> int:
@@ -77,7 +76,8 @@ class Load(Transfer):
         pool, device = self.host.pool, self.host.kv.pool
         for block, source in self.pairs:
             block.host, block.generation = source, source.generation
-        for index, name in enumerate(self._names, self.num_cached):
+        names = self.host.kv.names(self._named_for, self.num_cached)
+        for index, name in zip(range(self.num_cached, self.num_loaded), names, strict=False):
             device.commit(self.blocks[index], *name, self.blocks[index - 1] if index else None)
         for _, source in reversed(self.pairs):
             pool.release(source)

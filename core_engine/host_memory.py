@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
@@ -199,38 +198,36 @@ class HostMemory:
     def complete_loads(self) -> list[Load]:
         return [load for load in self.loads.values() if load.is_complete]
 
-    def begin_load(self, sequence: Sequence, reserve: int) -> bool:
+    def begin_load(self, sequence: Sequence, reserve: int) -> tuple[bool, list[Block] | None]:
         """Load what is here of a waiting sequence, if that is faster than to compute it and there is room.
 
         Args:
             reserve: blocks that must stay free.
 
         Returns:
-            Whether it has to wait; else it may be admitted as it is.
+            Whether it has to wait; else it may be admitted as it is. And what the device caches of it; None: that was
+            not looked at.
         """
         if sequence.scoring or not (sequence.swapped is not None or self.pool.is_tier):
-            return False
+            return False, None
         kv = self.kv
-        if kv.blocks_for(len(sequence.tokens)) - kv.num_cached(sequence) // kv.block_size + reserve > kv.pool.num_free:
-            return False  # whatever is found here
         cached, found, must_wait = self._continuation(sequence)
         if must_wait or not found or not self._is_worth_it(sequence, len(cached), len(found)):
-            return must_wait
+            return must_wait, cached
         num_cached = len(cached)
         num_fresh = kv.blocks_for(len(sequence.tokens)) - num_cached
         if num_fresh + sum(block.ref == 0 for block in cached) + reserve > kv.pool.num_free:
-            return False
+            return False, cached
         for copy in found:
             self.pool.hold(copy)
         for block in cached:
             kv.pool.hold(block, is_hit=sequence.num_preemptions == 0)
         blocks = cached + [kv.pool.take() for _ in range(num_fresh)]
-        names = list(kv.names(sequence, num_cached, num_cached + len(found)))
-        load = Load(self, sequence, blocks, num_cached, found, names)
+        load = Load(self, sequence, blocks, num_cached, found)
         self.loads[sequence] = sequence.load = load
         self.transfers.queue(load)
         self._metrics.blocks_to_device.inc(len(found))
-        return True
+        return True, cached
 
     def num_reachable(self, sequence: Sequence, num_cached: int) -> int:
         """About how many tokens of a waiting sequence need not be computed here, given those that the device caches."""
@@ -251,34 +248,30 @@ class HostMemory:
                 load.drop()
 
     def _continuation(self, sequence: Sequence) -> Continuation:
-        cached = self.kv.match(sequence)
+        kv, own, is_tier = self.kv, self._own_copies(sequence), self.pool.is_tier
+        cached = kv.match(sequence)
+        first, end = len(cached), kv.num_matchable(sequence)
         found: list[HostBlock] = []
-        for copy in self._copies_from(sequence, len(cached)):
-            if not copy.is_ready:
-                if copy is self._own_copies(sequence).get(len(cached) + len(found)):
-                    return Continuation(cached, found, True)
-                break
-            found.append(copy)
-        is_coming = False
-        if found and self.loads and (names := list(self.kv.names(sequence, len(cached), len(cached) + 1))):
-            is_coming = any(load.copies(names[0][0]) for load in self.loads.values())
-        return Continuation(cached, found, is_coming)
-
-    def _own_copies(self, sequence: Sequence) -> dict[int, HostBlock]:
-        return sequence.swapped.copies if sequence.swapped is not None and self._holds(sequence) else {}
-
-    def _copies_from(self, sequence: Sequence, first: int) -> Iterator[HostBlock]:
-        """The copies of the blocks of a waiting sequence from ``first`` on, up to the first that has none or holds the
-        last token: its own, else those of the tier."""
-        own, end = self._own_copies(sequence), (len(sequence.tokens) - 1) // self.kv.block_size
-        names = self.kv.names(sequence, first, end) if self.pool.is_tier else ()
+        names = kv.names(sequence, first) if is_tier else ()
         for index, name in itertools.zip_longest(range(first, end), names):
             copy = own.get(index)
             if copy is None and name is not None:
                 copy = self.pool.find(*name)
             if copy is None:
-                return
-            yield copy
+                break
+            if not copy.is_ready:
+                if index in own:
+                    return Continuation(cached, found, True)
+                break
+            found.append(copy)
+        is_coming = False
+        if found and self.loads and kv.enable_prefix_caching:
+            digest = kv.digest_of(sequence, first)
+            is_coming = any(load.copies(digest) for load in self.loads.values())
+        return Continuation(cached, found, is_coming)
+
+    def _own_copies(self, sequence: Sequence) -> dict[int, HostBlock]:
+        return sequence.swapped.copies if sequence.swapped is not None and self._holds(sequence) else {}
 
     def _holds(self, sequence: Sequence) -> bool:
         return sequence.swapped is not None and sequence.swapped.host is self

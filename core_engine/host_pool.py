@@ -9,6 +9,7 @@ A ``HostBlock`` is one content in one block. What is written over it is another 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 from core_engine.block import Block, HostBlock
@@ -36,8 +37,8 @@ class HostPool:
         self.num_swapped = 0
         """Blocks that preempted sequences hold."""
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._kept: dict[HostBlock, None] = {}
-        """The first one goes first."""
+        self._kept: OrderedDict[HostBlock, None] = OrderedDict()
+        """The first one goes first. A dict would pass over all that have gone to find it."""
         self._by_digest: dict[bytes, HostBlock] = {}
 
     @property
@@ -54,8 +55,7 @@ class HostPool:
         if self._free:
             id = self._free.pop()
         elif self._kept:
-            oldest = next(iter(self._kept))
-            del self._kept[oldest]
+            oldest, _ = self._kept.popitem(last=False)
             self._end(oldest)
             id = self._free.pop()
         else:
@@ -103,8 +103,7 @@ class HostPool:
     def touch(self, host: HostBlock) -> None:
         """Its content was used on the device."""
         if host.ref == 0:
-            del self._kept[host]
-            self._kept[host] = None
+            self._kept.move_to_end(host)
 
     def hold_swapped(self, host: HostBlock) -> None:
         """Hold it for a preempted sequence."""

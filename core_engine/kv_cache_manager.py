@@ -43,7 +43,19 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, sequence: Sequence, *, reserve: int = 0, max_new_tokens: int | None = None) -> int | None:
+    def may_fit(self, sequence: Sequence, reserve: int) -> bool:
+        """Whether ``allocate`` may find blocks enough, told without looking at each of them; False: it will not."""
+        num_blocks, free = self.blocks_for(len(sequence.tokens)), self.pool.num_free - reserve
+        return free >= num_blocks or (free > 0 and free >= num_blocks - self.num_cached(sequence) // self.block_size)
+
+    def allocate(
+        self,
+        sequence: Sequence,
+        *,
+        reserve: int = 0,
+        max_new_tokens: int | None = None,
+        hits: list[Block] | None = None,
+    ) -> int | None:
         """Match the cached prefix of a waiting sequence and allocate blocks for the rest of its tokens, or do nothing.
 
         At least one token stays to be computed, so that there are logits to sample from; where the prompt is scored all
@@ -52,13 +64,15 @@ class KVCacheManager:
         Args:
             reserve: blocks that must stay free.
             max_new_tokens: refuse if more tokens than this have to be computed.
+            hits: what ``match`` finds now, if it is known already.
 
         Returns:
             Tokens whose KV is cached, a multiple of the block size; None: not enough free blocks, or too many tokens.
         """
         assert not sequence.blocks, f"{sequence} holds blocks already"
         num_tokens = len(sequence.tokens)
-        hits = [] if sequence.scoring else self.match(sequence)
+        if hits is None:
+            hits = [] if sequence.scoring else self.match(sequence)
         num_cached = len(hits) * self.block_size
         if max_new_tokens is not None and num_tokens - num_cached > max_new_tokens:
             return None
@@ -92,7 +106,7 @@ class KVCacheManager:
     def reach(self, sequence: Sequence, first: int, has: Callable[[int], bool]) -> int:
         """The end of the run of blocks of a waiting sequence, from ``first`` on, that something has, without the one of
         its last token. What is there of a prefix outlives what extends it."""
-        low, high, most = first, first, (len(sequence.tokens) - 1) // self.block_size
+        low, high, most = first, first, self.num_matchable(sequence)
         while high < most:
             high = min(2 * high - first + 1, most)
             if not has(high - 1):
@@ -185,33 +199,34 @@ class KVCacheManager:
             holders.update(self.host.leaving())
         return sum(count == block.ref for block, count in holders.items())
 
-    def names(self, sequence: Sequence, first: int, end: int) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """What the prefix map calls the full blocks ``first`` to ``end`` of a waiting sequence: digest, digest of the
-        block before, ids. Nothing if it calls them nothing."""
+    def names(self, sequence: Sequence, first: int = 0) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """What the prefix map calls the blocks of a sequence's ``tokens`` from ``first`` on that may come from a cache:
+        digest, digest of the block before, ids. Nothing if it calls them nothing. Each is hashed when it is asked for.
+        """
         if not self.enable_prefix_caching:
             return
         self._extend_digests(sequence, first)
         data, size = sequence.tokens.tobytes(), self.block_size * sequence.tokens.itemsize
-        for index in range(first, end):
-            ids = data[index * size : (index + 1) * size]
-            yield self._digest(sequence, index, ids), _parent(sequence, index), ids
-
-    def match(self, sequence: Sequence) -> list[Block]:
-        """The longest run of cached blocks that the sequence's tokens, all but the last, begin with."""
-        if not self.enable_prefix_caching:
-            return []
-        hits: list[Block] = []
-        data, size = sequence.tokens.tobytes(), self.block_size * sequence.tokens.itemsize
-        digests, parent = sequence.digests, sequence.root
-        for index in range((len(sequence.tokens) - 1) // self.block_size):
+        digests, parent = sequence.digests, _parent(sequence, first)
+        for index in range(first, self.num_matchable(sequence)):
             ids = data[index * size : (index + 1) * size]
             if index == len(digests):
                 digests.append(block_digest(parent, ids))
-            block = self.pool.find(digests[index], parent, ids)
+            yield digests[index], parent, ids
+            parent = digests[index]
+
+    def num_matchable(self, sequence: Sequence) -> int:
+        """Blocks of a waiting sequence that may come from a cache: those that are full without its last token."""
+        return (len(sequence.tokens) - 1) // self.block_size
+
+    def match(self, sequence: Sequence) -> list[Block]:
+        """The longest run of cached blocks that the sequence's tokens, all but the last, begin with."""
+        hits: list[Block] = []
+        for digest, parent, ids in self.names(sequence):
+            block = self.pool.find(digest, parent, ids)
             if block is None:
                 break
             hits.append(block)
-            parent = digests[index]
         return hits
 
     def _extend_digests(self, sequence: Sequence, num_blocks: int) -> None:

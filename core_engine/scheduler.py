@@ -276,12 +276,14 @@ class Scheduler:
                 return Wait.SEATS
             growth = self.admission.expected_growth(replica) if growth is None else growth
             reserve = self.admission.reserve(replica, sequence, growth)
-            if reserve >= replica.kv.pool.num_free:
+            if not replica.kv.may_fit(sequence, reserve):
                 return self.admission.lacks(replica, sequence, reserve)
-            if host is not None and host.begin_load(sequence, reserve):
+            must_wait, hits = (False, None) if host is None else host.begin_load(sequence, reserve)
+            if must_wait:
                 num_active += 0 if sequence.load is None else sequence.request.num_seats
                 continue
-            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=self._most(draft, room))
+            most = self._most(draft, room)
+            num_cached = replica.kv.allocate(sequence, reserve=reserve, max_new_tokens=most, hits=hits)
             if num_cached is None:
                 return self.admission.lacks(replica, sequence, reserve)
             growth += self.admission.own_growth(replica, sequence)

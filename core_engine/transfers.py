@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -78,8 +79,12 @@ class Transfers:
             return _NONE
         queued, self._queued = self._queued, []
         self._in_flight.append((number, queued))
-        rows = [(each.direction, block.id, host.id) for each in queued for block, host in each.pairs]
-        return np.array(rows, np.int32)
+        pairs = list(chain.from_iterable(each.pairs for each in queued))
+        rows = np.empty((len(pairs), 3), np.int32)
+        rows[:, 0] = np.repeat([each.direction for each in queued], [len(each.pairs) for each in queued])
+        rows[:, 1] = [block.id for block, _ in pairs]
+        rows[:, 2] = [host.id for _, host in pairs]
+        return rows
 
     def reported(self, transferred: int, *, last: int) -> list[Transfer]:
         """A result says that the transfers of all steps up to ``transferred`` are complete; those that were not before.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from core_engine import host_memory as host_memory_module
+from core_engine import kv_cache_manager as kv_cache_module
 from core_engine.admission import Admission
 from core_engine.block import Block
+from core_engine.block_pool import BlockPool
 from core_engine.host_loads import Load
 from core_engine.host_pool import HostPool
 from core_engine.step_time import CPU_COSTS, StepTimeModel
@@ -194,6 +198,37 @@ def test_a_prefix_that_the_device_gave_up_comes_back() -> None:
     assert metrics.host_hits.value == 16
     assert metrics.cache_hits.value == 0
     assert len(pairs_of(simulation, TO_DEVICE)) == 4
+
+
+@pytest.mark.parametrize("num_gone", [0, 4, 9])
+def test_a_prompt_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, num_gone: int) -> None:
+    """Nine blocks that host memory has and the device has, or has the first of: planning asks for each once, whoever
+    has it, and hashes it once."""
+    simulation = tiered(40)
+    simulation.submit(prompt(37), max_tokens=1)
+    run(simulation)
+    pool = simulation.replica.kv.pool
+    taken = [pool.take() for _ in range(pool.num_free - 9 + num_gone)]
+    pool.release(taken)
+    calls = Counter[str]()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(BlockPool, "find", counted("device", BlockPool.find))
+    monkeypatch.setattr(HostPool, "find", counted("host", HostPool.find))
+    monkeypatch.setattr(kv_cache_module, "block_digest", counted("hash", kv_cache_module.block_digest))
+    again = simulation.submit(prompt(37), max_tokens=4, ignore_eos=True).sequences[0]
+    simulation.plan()
+    num_cached = 9 - num_gone
+    assert calls == Counter(device=num_cached + (num_gone > 0), host=num_gone, hash=9)
+    assert (again.load is None) == (num_gone == 0)
+    run(simulation)
+    assert again.cached_tokens == 36
 
 
 def test_what_is_there_already_is_not_copied_again() -> None:

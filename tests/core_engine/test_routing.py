@@ -145,6 +145,18 @@ def test_cached_tokens_are_found_by_bisection() -> None:
     assert kv.num_cached(scored) == 0
 
 
+def test_what_may_not_fit_does_not() -> None:
+    simulation = two_replicas()
+    kv = simulation.core.replicas[0].kv
+    for ids in ([*prompt(40, 0), 96], prompt(41, 70), prompt(2, 80)):
+        sequence = simulation.submit(ids).sequences[0]
+        fits = [kv.may_fit(sequence, reserve) for reserve in range(kv.pool.num_free + 2)]
+        num_fresh = kv.blocks_for(len(ids)) - kv.num_cached(sequence) // kv.block_size
+        assert sum(fits) == kv.pool.num_free + 1 - num_fresh
+        for reserve, fit in enumerate(fits):
+            assert fit or kv.allocate(sequence, reserve=reserve) is None
+
+
 # -- what it saves -----------------------------------------------------------------------------------------------------
 
 
