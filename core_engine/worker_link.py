@@ -95,6 +95,8 @@ class WorkerLink:
         self._on_leaving = on_leaving
         self._make_hello = make_hello
         self._counter = itertools.count(1)
+        self._has_served = False
+        """A worker was ready once: what the engine asks for can be done."""
         self._doubtful = False
         """Somebody's connection was lost since the last tick."""
 
@@ -112,7 +114,7 @@ class WorkerLink:
         """Take what has arrived. Returns the results of live epochs, in order.
 
         Raises:
-            StartupError: a worker can never be ready.
+            StartupError: the first worker can never be ready.
         """
         results: list[tuple[Replica, StepResult]] = []
         for _ in range(MOST_AT_ONCE):
@@ -236,11 +238,16 @@ class WorkerLink:
         if worker is None or worker.replica is not None:
             return
         if ready.error is not None:
-            raise StartupError(f"worker {worker.name} cannot work: {ready.error}")
+            words = f"worker {worker.name} cannot work: {ready.error}"
+            if not self._has_served:
+                raise StartupError(words)
+            # It ends by itself; whoever keeps it running starts another one.
+            log.error(words)
+            return
         worker.heard_at = worker.progress_at = self._clock()
         if worker.leaving:
             return
-        worker.replica = self._begin(worker.name, ready)
+        worker.replica, self._has_served = self._begin(worker.name, ready), True
 
     def _on_malformed(self, peer: str, error: ProtocolError) -> None:
         worker = self.workers.get(peer.removesuffix(STEPS).removesuffix(RESULTS))

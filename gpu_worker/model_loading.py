@@ -34,7 +34,8 @@ class ModelLoading:
     def __init__(self, config: WorkerConfig, device: str, previous: Runner | None, loaded: WorkerConfig | None):
         self.config = config
         self.runner: Runner | None = None
-        self.error: str | None = None
+        self.error: Exception | None = None
+        """Why there is no runner; a ``StartupError``, unless another attempt may end better."""
         self._doing = "starting to load the model"
         self._progress: Progress | None = None
         self._device, self._previous, self._loaded = device, previous, loaded
@@ -56,10 +57,10 @@ class ModelLoading:
         try:
             self.runner = self._load()
         except StartupError as error:
-            self.error = str(error)
+            self.error = error
         except Exception as error:
             log.exception("loading the model failed")
-            self.error = f"loading the model failed: {type(error).__name__}: {error}"
+            self.error = RuntimeError(f"loading the model failed: {type(error).__name__}: {error}")
         else:
             log.info("the model is ready", seconds=round(time.perf_counter() - started, 1))
 

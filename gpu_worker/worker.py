@@ -88,7 +88,7 @@ class Worker:
         self._runner: Runner | None = None
         self._runner_config: WorkerConfig | None = None
         """What ``_runner`` was made for."""
-        self._fatal: str | None = None
+        self._fatal: Exception | None = None
         self._next_step = 1
         self._idle_from = 0.0
         """Until then a further step is to be expected."""
@@ -108,6 +108,7 @@ class Worker:
 
         Raises:
             StartupError: the model can never be ready; the engine was told.
+            RuntimeError: it could not be loaded, for a reason that nobody foresaw; the engine was told.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         poller, heartbeat = Poller(), self._heartbeat
@@ -241,7 +242,7 @@ class Worker:
             return
         self._loading = None
         if loading.runner is None:
-            self._fatal = loading.error or "loading the model failed"
+            self._fatal = loading.error or RuntimeError("loading the model failed")
             self._send_ready()
             return
         self._runner, self._runner_config = loading.runner, loading.config
@@ -260,14 +261,14 @@ class Worker:
         if self._epoch is None or self._loading is not None:
             return
         if self._fatal is not None:
-            self._link.send(Ready(self._epoch, 0, 0, "", "", self._fatal))
+            self._link.send(Ready(self._epoch, 0, 0, "", "", str(self._fatal)))
         elif self._runner is not None:
             cache, pool, device = self._runner.cache, self._runner.host_pool, str(self._runner.device)
             dtype = str(cache.tensor.dtype).removeprefix("torch.")
             host = (pool.num_blocks, pool.rates) if pool is not None else (0, (0.0, 0.0))
             self._link.send(Ready(self._epoch, cache.num_blocks, cache.block_bytes, device, dtype, None, *host))
 
-    def _say_last_words(self, reason: str) -> None:
+    def _say_last_words(self, reason: Exception) -> None:
         end = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < end and not self._stopping:
             time.sleep(LOADING_POLL_S)
@@ -275,7 +276,7 @@ class Worker:
                 if isinstance(received.message, Init):
                     self._epoch = received.message.epoch
                     self._send_ready()
-        raise StartupError(reason)
+        raise reason
 
     def _follow_load(self) -> None:
         if self._runner is not None and self._governor.update():
@@ -314,8 +315,9 @@ class Worker:
     def _hello(self) -> Hello:
         ready = self._runner is not None and self._loading is None
         status = "" if ready else self._status
+        refusal = None if self._fatal is None else str(self._fatal)
         return Hello(
-            WORKER, self._name, OLDEST_PROTOCOL, PROTOCOL_VERSION, ready, None, self._fatal, status, self._stopping
+            WORKER, self._name, OLDEST_PROTOCOL, PROTOCOL_VERSION, ready, None, refusal, status, self._stopping
         )
 
     @property

@@ -253,6 +253,26 @@ def test_a_worker_that_can_never_work(tmp_path: Path) -> None:
         assert "model.norm.weight" in front.hello.status
 
 
+def test_a_worker_that_cannot_work_where_others_have(tmp_path: Path) -> None:
+    """One more, or the same one started again: the engine goes on with what it has, and waits for a better one."""
+    running = RunningEngine(tmp_path)
+    with running as engine, FrontEnd(running.front) as front:
+        with WorkerThread(running.workers, name="a"):
+            front.wait_ready()
+            with WorkerThread(running.workers, name="b", error="no memory is left") as other:
+                front.wait(lambda: other.epochs)
+                front.submit(prompt(6), max_tokens=20, ignore_eos=True)
+                front.wait_over()
+            assert len(engine.core.replicas) == 1
+        request = front.submit(prompt(6), max_tokens=20, ignore_eos=True)
+        with WorkerThread(running.workers, name="a", error="no memory is left") as again:
+            front.wait(lambda: again.epochs)
+        with WorkerThread(running.workers, name="a"):
+            front.wait_over()
+        assert request.over
+    assert running.error is None
+
+
 def test_settings_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--max-model-len 300 is more than the model's 256 positions"):
         RunningEngine(tmp_path, max_model_len=300)

@@ -8,14 +8,17 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from runner_harness import worker_config
 from tiny_models import TinyModels
 
+from gpu_worker import model_loading
 from gpu_worker.loading.progress import Progress
 from gpu_worker.model_loading import ModelLoading
+from shared.errors import StartupError
 
 ROOT = Path(__file__).parents[2]
 DRAW = """
@@ -98,3 +101,21 @@ def test_the_status_says_how_much_is_loaded(
         assert shown == sorted(shown)
         assert len(set(shown)) > 5
         assert loading[0].status == "loading the weights: 100 %"
+
+
+def test_what_nobody_foresaw_may_end_better_the_next_time(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told apart from what is wrong with the model."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError("not now")
+
+    monkeypatch.setattr(model_loading, "open_weights", fails)
+    loading = ModelLoading(worker_config(tiny_models.folder("llama")), "cpu", None, None)
+    while not loading.finished:
+        time.sleep(0.01)
+    assert loading.runner is None
+    assert isinstance(loading.error, RuntimeError)
+    assert str(loading.error) == "loading the model failed: MemoryError: not now"
+    assert not isinstance(loading.error, StartupError)
