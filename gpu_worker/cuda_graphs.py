@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
+import time
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
+from gpu_worker.device_clock import DeviceClock
 from shared.logging import get_logger
 
 log = get_logger()
@@ -49,6 +51,11 @@ class GraphCache:
         self._is_worth: dict[Hashable, bool] = {}
         self._launch_s = math.inf
 
+    @property
+    def captures(self) -> bool:
+        """Whether there are graphs, and not only fixed shapes."""
+        return self._captures
+
     def clear(self) -> None:
         """Forget all graphs: memory that they know has moved. Their pool ends with the last of them."""
         self._graphs.clear()
@@ -86,6 +93,24 @@ class GraphCache:
         self._is_worth[key] = True
         if self._captures:
             self._graphs[key] = self._capture(key, launch)
+
+    def try_out(self, key: Hashable, launch: Callable[[], None]) -> bool:
+        """As ``prepare``, but captured only if steps gain from it; returns whether they do."""
+        launch()
+        if not self._captures:
+            self._is_worth[key] = True
+            return True
+        # The first launch has loaded kernels.
+        torch.cuda.synchronize(self._device)
+        clock, began = DeviceClock(self._device), time.perf_counter()
+        clock.begin()
+        launch()
+        times, launch_s = clock.end(), time.perf_counter() - began
+        torch.cuda.synchronize(self._device)
+        self.note(key, launch_s, times.compute_s)
+        if self._is_worth[key]:
+            self._graphs[key] = self._capture(key, launch)
+        return self._is_worth[key]
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch; ``key`` says what the launches depend on beside the contents of memory."""

@@ -6,6 +6,7 @@ lacks is filled with the padding slot, whose tokens are written nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from gpu_worker.kernels.prefill_plan import COLUMNS, TileCut, max_items, prefill_items
-from shared.messages import Step
+from shared.messages import Epoch, Step
 from shared.step_shapes import ROWS, padded_rows, padded_total
 
 Int32 = npt.NDArray[np.int32]
@@ -21,6 +22,8 @@ Int32 = npt.NDArray[np.int32]
 MAX_TOKENS = 2048
 """Prefill tokens. A step with more of them computes for longer than it takes to launch."""
 MAX_PREFILLS = 32
+ROWS_AHEAD = 256
+"""Decode rows up to which shapes are captured in idle moments."""
 
 
 class MixedShape(NamedTuple):
@@ -81,6 +84,21 @@ def shape_of(step: Step, cut: TileCut, max_rows: int) -> MixedShape | None:
 def largest_shape(cut: TileCut) -> MixedShape:
     """No shape has a part that is larger than this one's."""
     return MixedShape(ROWS[-1], padded_total(ROWS[-1] + MAX_TOKENS), cut)
+
+
+def shapes_ahead(cut: TileCut, max_rows: int) -> Iterator[MixedShape]:
+    """The commonest shapes of a server, few decode rows and few tokens first."""
+    for rows in dict.fromkeys(min(rows, max_rows) for rows in ROWS if rows <= ROWS_AHEAD):
+        total = padded_total(rows + 1)
+        while total <= rows + MAX_TOKENS:
+            yield MixedShape(rows, total - rows, cut)
+            total = padded_total(total + 1)
+
+
+def empty_step() -> Step:
+    """A step that asks for nothing: packed, it is padding alone."""
+    arrays = {name: np.empty((0, columns) if columns else 0, np.int32) for name, columns in Step.ARRAYS.items()}
+    return Step(epoch=Epoch(0, 0), number=0, new=[], **arrays)
 
 
 def pack(shape: MixedShape, padding_slot: int, step: Step) -> Int32:

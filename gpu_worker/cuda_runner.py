@@ -128,12 +128,14 @@ class CudaRunner:
         self._clock, self._returns = DeviceClock(self.device), Returns()
         self._note: Callable[[float], None] | None = None
         """Of the step that is being launched."""
-        self._ahead = self._graphs_ahead()
         self._mixed_config = self._prefill_config(cuda_mixed.MAX_TOKENS)
         self._mixed_cut = backend.tile_cut(self._mixed_config)
         largest = cuda_mixed.largest_shape(self._mixed_cut)
         self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
         """``cuda_mixed.pack`` of the step: the input of graphs."""
+        self._ahead = self._graphs_ahead()
+        self._too_long = cuda_mixed.MAX_TOKENS + cuda_mixed.ROWS_AHEAD + 1
+        """Tokens from which on steps with prefills gain nothing from graphs."""
 
     @property
     def host_pool(self) -> HostPool | None:
@@ -162,15 +164,9 @@ class CudaRunner:
             Whether there is another.
         """
         while self._ahead:
-            key = size, _, variant = self._ahead.popleft()
-            if key not in self._graphs:
-                fixed = self._slots[:size]
-                fixed.fill_(self.state.padding_slot)
-
-                def launch(key: Shape = key, fixed: torch.Tensor = fixed, variant: Variant = variant) -> None:
-                    self._samples[key] = self._decode(fixed, None, variant)
-
-                self._graphs.prepare(key, launch)
+            key = self._ahead.popleft()
+            if key not in self._graphs and not self._is_too_long(key[0]):
+                self._prepare(key)
                 break
         return bool(self._ahead)
 
@@ -213,6 +209,26 @@ class CudaRunner:
             wanted.append(samples.logprobs)
         returned, transferred = self._returns.send(wanted), self.transfers.start(step)
         return CudaLaunched(step.number, returned, len(slots), counts, prompts, times, transferred, self._note)
+
+    def _prepare(self, key: Shape) -> None:
+        shape, _, variant = key
+        padding_slot = self.state.padding_slot
+        if isinstance(shape, MixedShape):
+            packed = cuda_mixed.pack(shape, padding_slot, cuda_mixed.empty_step())
+            self._mixed_inputs[: shape.size].copy_(torch.from_numpy(packed))
+            if not self._graphs.try_out(key, lambda: self._keep(key, self._mixed(shape, None, variant))):
+                self._too_long = min(self._too_long, shape.rows + shape.tokens)
+        else:
+            fixed = self._slots[:shape]
+            fixed.fill_(padding_slot)
+            self._graphs.prepare(key, lambda: self._keep(key, self._decode(fixed, None, variant)))
+
+    def _keep(self, key: Shape, samples: Samples) -> None:
+        self._samples[key] = samples
+
+    def _is_too_long(self, shape: int | MixedShape) -> bool:
+        """Whether a step of fewer tokens was seen to gain nothing from a graph."""
+        return isinstance(shape, MixedShape) and shape.rows + shape.tokens >= self._too_long
 
     # -- decode rows alone -------------------------------------------------------------------------------------------
 
@@ -314,12 +330,15 @@ class CudaRunner:
         hidden = self._forward(inputs.input_ids, inputs.positions, inputs.context_lens, inputs.slot_mapping, metadata)
         return self._sample(hidden.index_select(0, step.sample), step.sample_slots, variant)
 
-    def _graphs_ahead(self) -> deque[tuple[int, bool, Variant]]:
+    def _graphs_ahead(self) -> deque[Shape]:
         """What is worth capturing before it is needed, the likeliest first."""
-        if not self._graphs.enabled:
-            return deque()
+        ahead: deque[Shape] = deque()
         variants: tuple[tuple[Variant, int], ...] = (("plain", PREPARED_ROWS), ("full", PREPARED_ROWS_OF_FULL))
-        return deque((size, False, variant) for variant, most in variants for size in self.sizes if size <= most)
+        if self._graphs.enabled:
+            ahead += [(size, False, variant) for variant, most in variants for size in self.sizes if size <= most]
+        if self._graphs.captures and not self.backend.shape.batch_invariant:
+            ahead += [(shape, False, "plain") for shape in cuda_mixed.shapes_ahead(self._mixed_cut, self.sizes[-1])]
+        return ahead
 
     def _prefill_config(self, tokens: int) -> PrefillConfig:
         """How attention is cut in graphs: as for one prompt of so many tokens."""
@@ -364,13 +383,10 @@ class CudaRunner:
             inputs: the step's rows.
         """
 
-        def launch_and_keep() -> None:
-            self._samples[key] = launch()
-
         fixed.copy_(inputs)
         self._clock.begin()
         if self._graphs.is_worth(key):
-            self._graphs.run(key, launch_and_keep)
+            self._graphs.run(key, lambda: self._keep(key, launch()))
             return self._samples[key]
         began = time.perf_counter()
         samples = launch()

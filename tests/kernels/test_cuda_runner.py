@@ -16,7 +16,7 @@ from tiny_models import ARCHITECTURES, VOCABULARY, TinyModels, with_kv_scales
 from core_engine.core import CoreConfig, EngineCore
 from core_engine.request import Request
 from core_engine.scheduler import SchedulerConfig
-from gpu_worker import kernels
+from gpu_worker import cuda_mixed, kernels
 from gpu_worker.attention.base import AttentionShape
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.cuda_runner import CudaRunner
@@ -177,9 +177,14 @@ def test_graphs_made_ahead_change_no_request(
     prompts = [[5, 6, 7], [8, 9, 10, 11]]
     expected = generate(runner, prompts, 2)[0]
     runner.reset()
+    mixed = list(itertools.islice(cuda_mixed.shapes_ahead(runner._mixed_cut, runner.sizes[-1]), 1))
+    if not ON_GPU:
+        # Elsewhere nothing is captured, and steps with prefills are slow.
+        runner._ahead += [(shape, False, "plain") for shape in mixed]
     while runner.prepare():
         pass
     wanted = {(size, False, variant) for size in runner.sizes for variant in ("plain", "full")}
+    wanted |= {(shape, False, "plain") for shape in mixed}
     assert wanted <= runner._samples.keys()
     if ON_GPU:
         assert all(shape in runner._graphs for shape in wanted)
