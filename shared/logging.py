@@ -41,7 +41,13 @@ def _configuration(level: str, style: str) -> dict[str, Any]:
     renderer: Any = (
         structlog.processors.JSONRenderer()
         if style == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False)
+        # Where "rich" is installed structlog would show every local variable: prompts, keys, whole tensors.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(),
+            pad_event_to=0,
+            pad_level=False,
+            exception_formatter=structlog.dev.plain_traceback,
+        )
     )
     return {
         "processors": [
