@@ -277,32 +277,11 @@ def _leave_piece(
 
 @triton.jit
 def _attend_item(
-    query_ptr,
-    cache_ptr,
-    output_ptr,
-    item_ptr,
-    is_there,
-    head,
-    block_tables_ptr,
-    values_ptr,
-    statistics_ptr,
-    arrivals_ptr,
-    scale,
-    v_scale,
-    window,
-    query_stride,
-    output_stride,
-    table_stride,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    IN_TURNS: tl.constexpr,
-):
+    query_ptr, cache_ptr, output_ptr, item_ptr, is_there, head, block_tables_ptr, values_ptr, statistics_ptr,
+    arrivals_ptr, scale, v_scale, window, query_stride, output_stride, table_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr, IN_TURNS: tl.constexpr,
+):  # fmt: skip
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIM_TILE)
     token = row // GROUP
     slot = tl.load(item_ptr, is_there, other=0)

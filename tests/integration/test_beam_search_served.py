@@ -100,13 +100,17 @@ def test_beside_others_in_little_memory(server: Any, model: pathlib.Path) -> Non
     alone = [ids_of(server.post(COMPLETIONS, body)) for body in (*plain, *drawn)]
     bodies = list(enumerate([*plain, *drawn, *searches]))
     random.Random(1).shuffle(bodies)
-    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
-        answers = dict(pool.map(lambda item: (item[0], ids_of(server.post(COMPLETIONS, item[1]))), bodies))
-    assert [answers[index] for index in range(len(alone))] == alone
-    found = [answers[index] for index in range(len(alone), len(bodies))]
-    assert found == [expected(model, prompt_of(length)) for length in lengths]
-    server.wait_idle(10)
-    assert server.gauge("vllm:num_preemptions_total") > 0, "48 blocks are too many: nothing was preempted"
+    searched = [expected(model, prompt_of(length)) for length in lengths]
+    # Who runs beside whom is up to the machine: again, until somebody has lost its memory.
+    for _ in range(6):
+        with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+            answers = dict(pool.map(lambda item: (item[0], ids_of(server.post(COMPLETIONS, item[1]))), bodies))
+        assert [answers[index] for index in range(len(bodies))] == [*alone, *searched]
+        server.wait_idle(10)
+        if server.gauge("vllm:num_preemptions_total") > 0:
+            break
+    else:
+        pytest.fail(f"{NUM_BLOCKS} blocks are too many: nothing was preempted")
 
 
 @pytest.mark.parametrize(
