@@ -55,6 +55,7 @@ def assemble(
         num_slots=config.num_slots,
         max_model_len=config.max_model_len,
         num_tokens=config.num_token_ids,
+        max_tokens=config.max_num_batched_tokens,
         graphs=not config.enforce_eager,
     )
     with part_of_start("kernels"):

@@ -40,8 +40,11 @@ from gpu_worker.sampling.prompt_logprobs import PromptLogprobs, ScoredPrompts
 from gpu_worker.shared_prefix import SharedPrefixes, SharingLimits, limits_for
 from gpu_worker.step_checks import check_step
 from gpu_worker.step_output import StepOutput
+from shared.logging import get_logger
 from shared.messages import Step
 from shared.model_config import ModelConfig
+
+log = get_logger()
 
 Int64 = npt.NDArray[np.int64]
 PREPARED_ROWS, PREPARED_ROWS_OF_FULL = 256, 64
@@ -87,6 +90,7 @@ class CudaRunner:
     Args:
         num_tokens: ids from here on have no token and are never sampled; None: all ids have one.
         max_rows: decode rows of a step at most.
+        max_tokens: rows of a step at most, prefill tokens and decode rows, in graphs that are captured ahead.
         graphs: replay decode steps from CUDA graphs.
         sharing: when tokens that decode rows have in common are read by a pass of their own; None: when it pays.
     """
@@ -103,6 +107,7 @@ class CudaRunner:
         max_model_len: int,
         num_tokens: int | None = None,
         max_rows: int | None = None,
+        max_tokens: int = cuda_mixed.MAX_TOKENS,
         graphs: bool = True,
         sharing: SharingLimits | None = None,
     ) -> None:
@@ -134,8 +139,8 @@ class CudaRunner:
         self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
         """``cuda_mixed.pack`` of the step: the input of graphs."""
         self._ahead = self._graphs_ahead()
-        self._too_long = cuda_mixed.MAX_TOKENS + cuda_mixed.ROWS_AHEAD + 1
-        """Tokens from which on steps with prefills gain nothing from graphs."""
+        self._too_long = max_tokens + 1
+        """Tokens from which on steps with prefills gain nothing from graphs, or are none."""
 
     @property
     def host_pool(self) -> HostPool | None:
@@ -166,7 +171,11 @@ class CudaRunner:
         while self._ahead:
             key = self._ahead.popleft()
             if key not in self._graphs and not self._is_too_long(key[0]):
-                self._prepare(key)
+                try:
+                    self._prepare(key)
+                except torch.OutOfMemoryError as error:
+                    log.warning("there is no memory for more graphs ahead", error=str(error).partition("\n")[0])
+                    self._ahead.clear()
                 break
         return bool(self._ahead)
 
@@ -227,7 +236,7 @@ class CudaRunner:
         self._samples[key] = samples
 
     def _is_too_long(self, shape: int | MixedShape) -> bool:
-        """Whether a step of fewer tokens was seen to gain nothing from a graph."""
+        """Whether steps of so many tokens gain nothing from a graph, as one of fewer has shown, or never come."""
         return isinstance(shape, MixedShape) and shape.rows + shape.tokens >= self._too_long
 
     # -- decode rows alone -------------------------------------------------------------------------------------------

@@ -190,3 +190,17 @@ def test_graphs_made_ahead_change_no_request(
         assert all(shape in runner._graphs for shape in wanted)
     assert generate(runner, prompts, 2)[0] == expected
     assert not runner.prepare()
+
+
+def test_no_memory_for_graphs_ahead(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "uses_kernels", lambda device: True)
+    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(runner, "_prepare", fails)
+    assert not runner.prepare()
+    assert not runner.prepare()
