@@ -257,7 +257,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     trace=st.lists(requests, min_size=1, max_size=25),
     num_blocks=st.integers(14, 80),

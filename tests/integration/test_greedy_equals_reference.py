@@ -83,8 +83,16 @@ class Stack:
 
 
 COMBINATIONS = [
-    pytest.param(budget, cache, blocks, depth, id=f"budget{budget}-{'cache' if cache else 'nocache'}-{blocks}-{depth}")
-    for budget in (7, 64, 2048)
+    pytest.param(
+        budget,
+        cache,
+        blocks,
+        depth,
+        id=f"budget{budget}-{'cache' if cache else 'nocache'}-{blocks}-{depth}",
+        # Each of two settings with each of a third; the rest of the product is slow.
+        marks=[pytest.mark.slow] if (index + cache + (blocks == SMALL_POOL) + depth) % 2 else [],
+    )
+    for index, budget in enumerate((7, 64, 2048))
     for cache in (True, False)
     for blocks in (LARGE_POOL, SMALL_POOL)
     for depth in (1, 2)
