@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -50,29 +50,26 @@ class Spans:
     """Tokens that the last query token sees, itself included. Known to the host before the step runs."""
 
 
+class BackendOptions(TypedDict):
+    """What a backend is made for, beside a shape and a device."""
+
+    dtype: torch.dtype
+    """Of the model."""
+    cache_dtype: torch.dtype
+    """Of the KV cache."""
+    max_rows: int
+    """Decode rows of a step at most, padding included."""
+    max_context: int
+    """Tokens of a row's context at most."""
+
+
 class PagedAttention(Protocol):
     """What layers need of a backend: it writes keys and values into the paged cache and attends over it.
 
     ``metadata`` is the backend's own, of one step; how it is made depends on the runner that the backend is for.
     """
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        device: torch.device,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        max_rows: int,
-        max_context: int,
-    ) -> None:
-        """
-        Args:
-            dtype: of the model.
-            cache_dtype: of the KV cache.
-            max_rows: decode rows of a step at most, padding included.
-            max_context: tokens of a row's context at most.
-        """
+    def __init__(self, shape: AttentionShape, device: torch.device, **options: Unpack[BackendOptions]) -> None: ...
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Shape of one layer's cache; its first dimension is the block."""

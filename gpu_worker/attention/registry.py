@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from typing import Unpack
 
 import torch
 
-from gpu_worker.attention.base import AttentionShape, PagedAttention
+from gpu_worker.attention.base import AttentionShape, BackendOptions, PagedAttention
 from shared.errors import StartupError
 
 BACKENDS = {
@@ -17,14 +18,7 @@ DEFAULT_OF_DEVICE = {"cpu": "torch_paged", "cuda": "triton_paged"}
 
 
 def make_backend(
-    shape: AttentionShape,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    max_rows: int,
-    max_context: int,
-    name: str | None = None,
+    shape: AttentionShape, device: torch.device, name: str | None = None, **options: Unpack[BackendOptions]
 ) -> PagedAttention:
     """Make the backend ``name``, or the default of the device's type, as ``PagedAttention`` says.
 
@@ -36,4 +30,4 @@ def make_backend(
         raise StartupError(f"no attention backend {name!r} for {device.type}; there are {', '.join(sorted(BACKENDS))}")
     module, _, attribute = BACKENDS[name].partition(":")
     kind: type[PagedAttention] = getattr(importlib.import_module(module), attribute)
-    return kind(shape, device, dtype=dtype, cache_dtype=cache_dtype, max_rows=max_rows, max_context=max_context)
+    return kind(shape, device, **options)

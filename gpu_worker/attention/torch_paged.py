@@ -17,12 +17,13 @@ another summation order), then a token's output is the same bits in any batch, t
 from __future__ import annotations
 
 import dataclasses
+from typing import Unpack
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from gpu_worker.attention.base import AttentionShape, Int64, KVScales, Spans
+from gpu_worker.attention.base import AttentionShape, BackendOptions, Int64, KVScales, Spans
 from gpu_worker.layers.norm import HeadNorm
 from gpu_worker.layers.rotary import apply_rotary
 from gpu_worker.threads import usable_cores
@@ -79,18 +80,9 @@ class Metadata:
 class TorchPagedAttention:
     """See the module. One layer's cache is [blocks, 2, kv_heads, block_size, head_dim], keys first."""
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        device: torch.device,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        max_rows: int,
-        max_context: int,
-    ) -> None:
-        """Caches of any dtype, rows and contexts: a step takes the memory that it needs."""
-        self.shape, self.device, self.dtype = shape, device, dtype
+    def __init__(self, shape: AttentionShape, device: torch.device, **options: Unpack[BackendOptions]) -> None:
+        """For caches of any dtype, rows and contexts: a step takes the memory that it needs."""
+        self.shape, self.device, self.dtype = shape, device, options["dtype"]
         self.group_size = shape.num_heads // shape.num_kv_heads
         self.rotated_heads = shape.num_heads + shape.num_kv_heads
         self.query_size = shape.num_heads * shape.head_dim

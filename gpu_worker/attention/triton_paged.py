@@ -8,12 +8,13 @@ contexts may differ at each replay, and so may what they have in common. Keys an
 from __future__ import annotations
 
 import dataclasses
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from gpu_worker.attention.base import AttentionShape, KVScales
+from gpu_worker.attention.base import AttentionShape, BackendOptions, KVScales
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import (
     DecodeConfig,
@@ -91,18 +92,11 @@ class TritonPagedAttention:
     the same bits whatever else is in the step and whether it was prefilled or decoded.
     """
 
-    def __init__(
-        self,
-        shape: AttentionShape,
-        device: torch.device,
-        *,
-        dtype: torch.dtype,
-        cache_dtype: torch.dtype,
-        max_rows: int,
-        max_context: int,
-    ) -> None:
-        self.shape, self.device, self.cache_dtype, self.max_rows = shape, device, cache_dtype, max_rows
-        self.widest_dtype = max(dtype, cache_dtype, key=lambda each: each.itemsize)
+    def __init__(self, shape: AttentionShape, device: torch.device, **options: Unpack[BackendOptions]) -> None:
+        self.shape, self.device = shape, device
+        cache_dtype, max_rows = self.cache_dtype, self.max_rows = options["cache_dtype"], options["max_rows"]
+        max_context = options["max_context"]
+        self.widest_dtype = max(options["dtype"], cache_dtype, key=lambda each: each.itemsize)
         self.group = shape.num_heads // shape.num_kv_heads
         self.num_sms = multiprocessors(device)
         self.decode_config = decode_config(shape.head_dim, cache_dtype)
