@@ -140,7 +140,7 @@ class StepTimeModel:
             return
         before = self._factors[size]
         self._factors += (1.0 - FACTOR_MEMORY) * (1.0 - self._factors)
-        ratio = min(max(seconds / self.costs.of(load), 1.0 / MOST_FACTOR), MOST_FACTOR)
+        ratio = min(max(seconds / self._costs.of(load), 1.0 / MOST_FACTOR), MOST_FACTOR)
         self._factors[size] = before + FACTOR_RATE * (ratio - before)
 
     def _fitted(self) -> list[float]:
