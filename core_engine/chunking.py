@@ -15,6 +15,8 @@ LEAST_CHUNK = 64
 MULTIPLE = 6.0
 """A step of this many times its fixed cost, mostly reading the weights, wastes little on it: the shortest target that
 is set without being asked for."""
+SIZES_TRIED = 3
+"""Sizes above the wanted one of which one may be computed in less time."""
 GROWTH = 2
 """A step holds at most this many times the tokens of the largest one that was timed."""
 
@@ -144,11 +146,11 @@ class ChunkLimit:
             return count
         taken = rows + self.num_tokens
         total = padded_total(taken + count)
-        while total - taken <= most:
-            if self._seconds_with(start, total - taken) <= self._seconds:
+        for _ in range(SIZES_TRIED):
+            if total - taken <= most and self._seconds_with(start, total - taken) <= self._seconds:
                 return total - taken
             total = padded_total(total + 1)
-        total = min(whole_total(taken + count), total)
+        total = whole_total(taken + count)
         while total > taken and self._seconds_with(start, total - taken) > self._seconds:
             total = whole_total(total - 1)
         return max(total - taken, 0)
