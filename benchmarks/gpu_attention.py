@@ -28,7 +28,7 @@ from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
 from gpu_worker.kernels.paged_decode import DecodeConfig, decode, decode_config, make_decode_workspace
 from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill
-from gpu_worker.kernels.prefill_plan import TileCut, has_pieces, prefill_items
+from gpu_worker.kernels.prefill_plan import has_pieces, prefill_items
 
 LAUNCH_US = 4.5
 EXPECTED_BYTES_PER_US = 3.8e6
@@ -208,16 +208,15 @@ class PrefillBench:
         self.spans = np.array([(s, s * tokens, tokens, context) for s in range(spans)], np.int32)
         pairs = spans * (tokens * (context - tokens) + tokens * (tokens + 1) / 2)
         self.flops = 4 * shape.heads * shape.head_dim * pairs
+        self.backend = make_backend(shape, self.query.dtype, self.query.dtype)
 
     def default(self) -> PrefillConfig:
-        return make_backend(self.shape, self.query.dtype, self.query.dtype).cut_prefill(self.spans).config
+        return self.backend.cut_prefill(self.spans).config
 
     def time(self, config: PrefillConfig) -> float:
         caches, shape = self.caches, self.shape
-        group = shape.heads // shape.kv_heads
         workspace = make_prefill_workspace(shape.kv_heads, num_sms(), self.query.device)
-        programs = config.programs_per_sm * num_sms()
-        cut = TileCut(config.rows // group, shape.kv_heads, programs, config.keys, workspace.max_pieces)
+        cut = self.backend.tile_cut(config)
         table = prefill_items(self.spans, cut)
         items = torch.from_numpy(table).cuda()
 
@@ -225,7 +224,7 @@ class PrefillBench:
             cache = caches.layers[index % caches.num_layers]
             prefill(
                 self.query, cache, items, caches.tables, self.output, shape.head_dim**-0.5, None, config,
-                programs if has_pieces(table) else None, workspace,
+                cut.programs if has_pieces(table) else None, workspace,
             )  # fmt: skip
 
         return graph_us(launch, 8)

@@ -61,7 +61,8 @@ class ChunkLimit:
         self, target: ChunkTarget, model: StepTimeModel, *, num_decodes: int, context: int, num_prompts: int
     ) -> None:
         self.least_chunk = target.least_chunk
-        self._pads_steps = target.pads_steps
+        self._rows = padded_rows(num_decodes) if target.pads_steps else None
+        """What the decode rows are padded to; None: steps are not padded."""
         self._costs, self._factor = model.costs, model.factor
         self._seconds = HEADROOM * max(target.seconds, target.multiple * self._costs.step)
         self._base = self._costs.step + self._costs.context * context
@@ -80,7 +81,7 @@ class ChunkLimit:
     @property
     def predicted_s(self) -> float:
         """Time of the step with all that was taken."""
-        return max(self._lines()) * self._factor(self._num_decodes + self.num_tokens)
+        return self._seconds_with(0, 0)
 
     def room(self, start: int) -> int:
         """Tokens that a chunk from position ``start`` on may have, by time and growth."""
@@ -88,11 +89,10 @@ class ChunkLimit:
 
     def _in_time(self, start: int) -> int:
         """Largest chunk from ``start`` on that keeps the target."""
-        rows = padded_rows(self._num_decodes) if self._pads_steps else None
-        if rows is None:
+        if self._rows is None:
             return self._within(self._seconds, start)
         # A factor belongs to the size that comes out: the largest size that holds what fits by its own factor.
-        taken = rows + self.num_tokens
+        taken = self._rows + self.num_tokens
         total = padded_total(taken + self._within(MOST_FACTOR * self._seconds, start))
         while total > taken:
             smaller = whole_total(total - 1)
@@ -141,10 +141,9 @@ class ChunkLimit:
 
     def _rounded(self, start: int, count: int, most: int) -> int:
         """``count``, or a little more or less, so that the step gets a size that is computed well."""
-        rows = padded_rows(self._num_decodes) if self._pads_steps else None
-        if rows is None:
+        if self._rows is None:
             return count
-        taken = rows + self.num_tokens
+        taken = self._rows + self.num_tokens
         total = padded_total(taken + count)
         for _ in range(SIZES_TRIED):
             if total - taken <= most and self._seconds_with(start, total - taken) <= self._seconds:
@@ -157,16 +156,13 @@ class ChunkLimit:
 
     def _seconds_with(self, start: int, count: int) -> float:
         """Predicted time of the step with a chunk of ``count`` tokens more."""
-        costs = self._costs
-        work = costs.token * count + costs.pair * count * (start + count / 2)
-        tokens = self._num_decodes + self.num_tokens + count
-        flat = self._lines()[0] + work
-        return max(flat, flat + costs.more_token * (tokens - KNEE)) * self._factor(tokens)
+        return max(self._lines(start, count)) * self._factor(self._num_decodes + self.num_tokens + count)
 
-    def _lines(self) -> tuple[float, float]:
-        """Both lines of the model at the tokens taken so far; the step takes the longer time."""
-        costs, tokens = self._costs, self._num_decodes + self.num_tokens
-        flat = self._base + costs.token * tokens + costs.pair * self._pairs
+    def _lines(self, start: int = 0, count: int = 0) -> tuple[float, float]:
+        """Both lines of the model with a chunk of ``count`` tokens more; the step takes the longer time."""
+        costs, tokens = self._costs, self._num_decodes + self.num_tokens + count
+        pairs = self._pairs + count * (start + count / 2)
+        flat = self._base + costs.token * tokens + costs.pair * pairs
         return flat, flat + costs.more_token * (tokens - KNEE)
 
     def _within(self, seconds: float, start: int) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from gpu_worker.kernels.prefill_plan import COLUMNS, TileCut, max_items, prefill_items
 from shared.messages import Epoch, Step
-from shared.step_shapes import ROWS, padded_rows, padded_total
+from shared.step_shapes import ROWS, padded_rows, padded_total, padded_totals
 
 Int32 = npt.NDArray[np.int32]
 
@@ -89,10 +89,8 @@ def largest_shape(cut: TileCut) -> MixedShape:
 def shapes_ahead(cut: TileCut, max_rows: int) -> Iterator[MixedShape]:
     """The commonest shapes of a server, few decode rows and few tokens first."""
     for rows in dict.fromkeys(min(rows, max_rows) for rows in ROWS if rows <= ROWS_AHEAD):
-        total = padded_total(rows + 1)
-        while total <= rows + MAX_TOKENS:
+        for total in padded_totals(rows, rows + MAX_TOKENS):
             yield MixedShape(rows, total - rows, cut)
-            total = padded_total(total + 1)
 
 
 def empty_step() -> Step:

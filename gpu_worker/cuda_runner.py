@@ -29,7 +29,6 @@ from gpu_worker.host_copies import Returned, Returns
 from gpu_worker.host_pool import HostPool
 from gpu_worker.kernels.block_copy import block_copy
 from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
-from gpu_worker.kernels.prefill_plan import COLUMNS
 from gpu_worker.kernels.prefix_pass import PrefixTables, unpack
 from gpu_worker.kernels.state_kernels import DecodeInputs, gather_decode_inputs, gather_span_inputs, write_back
 from gpu_worker.kv_cache import KVCache
@@ -268,6 +267,7 @@ class CudaRunner:
         ends = np.cumsum(counts, dtype=np.int64)
         contexts = np.stack([step.prefill[:, 0], ends - counts, counts, starts + counts], 1).astype(np.int32)
         prefill = self.backend.cut_prefill(contexts)
+        assert prefill.table is not None
         arrays = (prefill.table, step.decode, *forward_rows(step), step.sample[:, 1])
         table, decode, spans, sample, sample_slots = self._update(step, *arrays)
         num_prefill = int(counts.sum())
@@ -330,7 +330,7 @@ class CudaRunner:
             self.block_size,
         )
         inputs = DecodeInputs(*(torch.cat(parts) for parts in zip(decode, prefill, strict=True)))
-        spans = PrefillItems(np.empty((0, COLUMNS), np.int32), self._mixed_config, shape.tokens)
+        spans = PrefillItems(None, self._mixed_config, shape.tokens)
         metadata = self.backend.prepare_mixed(
             spans, step.items, 0, step.slots, decode.context_lens, state.block_tables, prefixes
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from gpu_worker.cuda_mixed import MAX_TOKENS
 from gpu_worker.cuda_runner import CudaRunner
 from gpu_worker.cuda_transfers import rehearse_transfers
 from gpu_worker.kernels.compile_ahead import compiled_ahead
@@ -21,7 +22,7 @@ from gpu_worker.threads import usable_cores
 from shared.logging import get_logger
 from shared.messages import Epoch, SlotInit, Step
 from shared.sampling import SamplingParams
-from shared.step_shapes import ROWS
+from shared.step_shapes import ROWS, padded_totals
 
 log = get_logger()
 
@@ -41,9 +42,9 @@ class Rows(NamedTuple):
     params: SamplingParams = PLAIN
 
 
-COMPILED_PREFILLS = tuple(tokens - ROWS[0] for tokens in (*range(64, 513, 64), *range(640, 2177, 128)))
-"""With the decode rows that are added: all sizes of steps in graphs. cuBLAS loads a kernel when it takes it first, and
-a step that waits for that is late."""
+COMPILED_PREFILLS = tuple(total - ROWS[0] for total in padded_totals(0, MAX_TOKENS + 128))
+"""With the decode rows that are added: all sizes of steps in graphs with up to 128 decode rows. cuBLAS loads a kernel
+when it takes it first, and a step that waits for that is late."""
 CAPTURED = (Rows(decode=1), Rows(prefill=COMPILED_PREFILLS[0]), Rows(decode=2), Rows(decode=4), Rows(decode=8))
 """Steps whose graphs are captured before the first request, the commonest first; others when they are needed."""
 CAPTURE_S = 1.5

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.kernels.host_write import write_to_host
+
 Int32 = npt.NDArray[np.int32]
 DEPTH = 4
 """Buffers that are used in turn: the steps in flight, the one that is made, and one to spare."""
@@ -103,8 +105,6 @@ class Returns:
         """Begin to copy contiguous tensors of multiples of 4 bytes."""
         if not tensors or not tensors[0].is_cuda:
             return Returned([tensor.clone() for tensor in tensors], None)
-        from gpu_worker.kernels.host_write import write_to_host
-
         while self._pending and self._pending[0][0].query():  # type: ignore[no-untyped-call]
             self._pending.popleft()
         host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator
 
 ROWS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024)
 """Decode rows beside prefill tokens."""
@@ -20,6 +21,14 @@ def padded_rows(rows: int) -> int | None:
 def padded_total(tokens: int) -> int:
     """What a step's tokens are padded to, prefill tokens and padded decode rows together."""
     return -(-tokens // _multiple(tokens)) * _multiple(tokens)
+
+
+def padded_totals(above: int, most: int) -> Iterator[int]:
+    """All that ``padded_total`` gives for more than ``above`` tokens, up to ``most``."""
+    total = padded_total(above + 1)
+    while total <= most:
+        yield total
+        total = padded_total(total + 1)
 
 
 def whole_total(tokens: int) -> int:

@@ -48,8 +48,9 @@ MAX_SPLITS = 16
 class PrefillItems:
     """How a step's prefill spans are cut; made on the host before the step is staged."""
 
-    table: Int32
-    """Of ``prefill_plan.prefill_items``; the caller copies it to the device with the step."""
+    table: Int32 | None
+    """Of ``prefill_plan.prefill_items``; the caller copies it to the device with the step. None: of a graph, which
+    finds another one on the device with each replay."""
     config: PrefillConfig
     num_tokens: int
     """Query tokens of all spans."""
@@ -212,11 +213,11 @@ class TritonPagedAttention:
         metadata = Metadata(block_tables, prefill.num_tokens + len(slots), decodes)
         if not self.shape.batch_invariant:
             metadata.items, metadata.prefill_config = items, prefill.config
-            # A graph's items differ with each replay.
-            if len(items) != len(prefill.table) or has_pieces(prefill.table):
+            if prefill.table is None or has_pieces(prefill.table):
                 metadata.prefill_programs = self.tile_cut(prefill.config).programs
         elif prefill.num_tokens:
             # An item is a token.
+            assert prefill.table is not None
             by_token = items[1:][items[1:, 1].argsort()]
             for first, count in _runs(np.sort(prefill.table[1:, 1])):
                 some, by_token = by_token[:count], by_token[count:]

@@ -40,7 +40,7 @@ class PrefillConfig:
 MAX_ROWS, MAX_CELLS = 128, 128 * 128
 """Rows, and rows * dimensions, of a tile at most."""
 PIECES = 2
-"""Room for so many pieces' results for each program that runs at a time on a multiprocessor with one of them."""
+"""That there is room for, for each multiprocessor, those of all KV heads together."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
