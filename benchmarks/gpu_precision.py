@@ -2,11 +2,12 @@
 
     OUT=/tmp/results PYTHONPATH=. python benchmarks/gpu_precision.py [--models llama-3.1-8b] [--more-kv-cache-dtypes]
 
-Weights are random (``--load-format dummy``: standard deviation 0.02, norms 1), which leaves logits a standard deviation
-of ``0.02 * sqrt(hidden_size)``: 0.64 and 1.28. Prompts are prefilled in two steps, the second beside decode rows, and
-go on greedily in graphs. The runner's projection to logits also copies them to a buffer, which graphs capture with it.
-The reference then gets the same ids (no TF32, attention in plain operations). For scale, transformers computes in
-bfloat16 as well, and the runner with an 8-bit KV cache without scales.
+Weights are random, with norms of 1 and a standard deviation of 0.02 (that of ``--load-format dummy``) or those of
+``--deviations``, which leaves logits one of ``0.02 * sqrt(hidden_size)``: 0.64 and 1.28. The larger it is, the more each
+layer makes of the errors of those before. Prompts are prefilled in two steps, the second beside decode rows, and go on
+greedily in graphs. The runner's projection to logits also copies them to a buffer, which graphs capture with it. The
+reference then gets the same ids (no TF32, attention in plain operations). For scale, transformers computes in bfloat16
+as well, and the runner with an 8-bit KV cache without scales.
 
 An error is ``|a - b| / |b|`` over the vocabulary of one row. The command ends with status 1 if, with the KV cache of
 the model's dtype, one is above 2e-2, or the argmax of a row is another one although the reference's two largest logits
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import pathlib
@@ -34,8 +36,7 @@ import numpy as np
 import torch
 
 from gpu_worker.build import build_runner
-from gpu_worker.loading.dummy_weights import DummyWeights
-from gpu_worker.loading.open_weights import open_weights
+from gpu_worker.loading.dummy_weights import DEVIATION, DummyWeights
 from shared.messages import Epoch, SlotInit, Step, WorkerConfig
 from shared.model_config import load_model_config
 from shared.model_source import local_source
@@ -80,7 +81,7 @@ class Precision:
         return self.largest_error <= LIMIT and self.clear_same_argmax == self.clear_rows
 
 
-def run_ours(model: pathlib.Path, device: str, kv_cache_dtype: str, lengths: Sequence[int]) -> Rows:
+def run_ours(model: pathlib.Path, device: str, deviation: float, kv_cache_dtype: str, lengths: Sequence[int]) -> Rows:
     """Prefill and decode with the worker's runner."""
     source = local_source(model, str(model))
     config = WorkerConfig(
@@ -100,7 +101,7 @@ def run_ours(model: pathlib.Path, device: str, kv_cache_dtype: str, lengths: Seq
         kv_cache_dtype=kv_cache_dtype,
     )
     shape = load_model_config(source)
-    runner: Any = build_runner(config, shape, open_weights(source, shape, "dummy", SEED), device)
+    runner: Any = build_runner(config, shape, DummyWeights(SEED, deviation), device)
     buffer = torch.zeros(len(lengths), shape.vocab_size, device=runner.device)
     project = runner.model.logits
 
@@ -162,7 +163,7 @@ def make_steps(prompts: list[list[int]]) -> list[Step]:
     return steps
 
 
-def reference_model(model: pathlib.Path, device: str) -> Any:
+def reference_model(model: pathlib.Path, device: str, deviation: float) -> Any:
     """transformers' model in float32 with the same random weights, rounded to bfloat16 as ours are."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -170,7 +171,7 @@ def reference_model(model: pathlib.Path, device: str) -> Any:
     config = AutoConfig.for_model(raw.pop("model_type"), **raw)
     with torch.device(device):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    weights = DummyWeights(SEED)
+    weights = DummyWeights(SEED, deviation)
     weights.place(torch.bfloat16, torch.device(device))
     with torch.no_grad():
         for name, parameter in made.named_parameters():
@@ -217,10 +218,12 @@ def compare(ours: list[torch.Tensor], reference: list[torch.Tensor]) -> Precisio
     )
 
 
-def measure(name: str, model: pathlib.Path, device: str, kv_cache_dtypes: Sequence[str]) -> dict[str, Precision]:
+def measure(
+    name: str, model: pathlib.Path, device: str, deviation: float, kv_cache_dtypes: Sequence[str]
+) -> dict[str, Precision]:
     """The results of one shape by what computed, printed."""
-    runs = {kind: run_ours(model, device, kind, LENGTHS) for kind in kv_cache_dtypes}
-    reference = reference_model(model, device)
+    runs = {kind: run_ours(model, device, deviation, kind, LENGTHS) for kind in kv_cache_dtypes}
+    reference = reference_model(model, device, deviation)
     exact = {kind: run_reference(reference, rows) for kind, rows in runs.items()}
     results = {
         f"headrace, KV {kind}": compare([torch.stack(each) for each in rows.logits], exact[kind])
@@ -230,7 +233,7 @@ def measure(name: str, model: pathlib.Path, device: str, kv_cache_dtypes: Sequen
     results[TRANSFORMERS] = compare(run_reference(in_bfloat16(reference), runs[first]), exact[first])
     for what, found in results.items():
         print(
-            f"{name:14} {what:26} rows {found.rows:3}  logits' std {found.logits_std:.3f}  "
+            f"{name:14} {deviation:<6} {what:26} rows {found.rows:3}  logits' std {found.logits_std:.3f}  "
             f"error {found.largest_error:.2e} (mean {found.mean_error:.2e})  KL {found.mean_kl:.1e}  same argmax "
             f"{found.same_argmax}, {found.clear_same_argmax} of {found.clear_rows} clear ones",
             flush=True,
@@ -241,18 +244,20 @@ def measure(name: str, model: pathlib.Path, device: str, kv_cache_dtypes: Sequen
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=["qwen3-0.6b", "llama-3.1-8b"], help="shapes, or .json files")
+    parser.add_argument("--deviations", nargs="+", type=float, default=[DEVIATION], help="of the weights")
     parser.add_argument("--more-kv-cache-dtypes", nargs="*", default=["fp8"], help="beside the model's own")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     results: list[dict[str, object]] = []
     is_good = True
-    for name in options.models:
+    for name, deviation in itertools.product(options.models, options.deviations):
         start = time.perf_counter()
         path = pathlib.Path(name) if name.endswith(".json") else SHAPES / f"{name}.json"
-        found = measure(path.stem, path, options.device, ["auto", *options.more_kv_cache_dtypes])
+        found = measure(path.stem, path, options.device, deviation, ["auto", *options.more_kv_cache_dtypes])
         is_good &= found[OWN].is_good
-        results += [{"model": path.stem, "what": what, **dataclasses.asdict(each)} for what, each in found.items()]
+        about = {"model": path.stem, "deviation": deviation}
+        results += [{**about, "what": what, **dataclasses.asdict(each)} for what, each in found.items()]
         print(f"{path.stem}: {time.perf_counter() - start:.0f} s", flush=True)
         gc.collect()
         if options.device == "cuda":

@@ -21,10 +21,14 @@ class DummyWeights:
     """Tensors made where they are needed, in the model's dtype; norms are 1.
 
     A tensor is a function of the seed, its name, the dtype and the kind of device alone. No file is read.
+
+    Args:
+        deviation: standard deviation of the elements.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, deviation: float = DEVIATION) -> None:
         self.seed = seed
+        self.deviation = deviation
         self.progress = Progress(0)
         self._dtype: torch.dtype | None = None
         self._device: torch.device | None = None
@@ -41,7 +45,7 @@ class DummyWeights:
             return torch.ones(shape, dtype=dtype, device=device)
         # torch's generator for the CPU looks at 32 bits of its seed.
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, DEVIATION, generator=generator)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0.0, self.deviation, generator=generator)
 
     def find(self, name: str) -> torch.Tensor | None:
         return None
