@@ -3,7 +3,7 @@
     OUT=/tmp/results PYTHONPATH=. python benchmarks/gpu_precision.py [--models llama-3.1-8b] [--more-kv-cache-dtypes]
 
 Weights are random, with norms of 1 and a standard deviation of 0.02 (that of ``--load-format dummy``) or those of
-``--deviations``, which leaves logits one of ``0.02 * sqrt(hidden_size)``: 0.64 and 1.28. The larger it is, the more each
+``--deviations``; logits have one of ``0.02 * sqrt(hidden_size)`` then, 0.64 and 1.28. The larger it is, the more each
 layer makes of the errors of those before. Prompts are prefilled in two steps, the second beside decode rows, and go on
 greedily in graphs. The runner's projection to logits also copies them to a buffer, which graphs capture with it. The
 reference then gets the same ids (no TF32, attention in plain operations). For scale, transformers computes in bfloat16
