@@ -26,6 +26,7 @@ import torch
 from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import TritonPagedAttention
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
+from gpu_worker.kernels.hopper_prefill import hopper_prefill
 from gpu_worker.kernels.paged_decode import DecodeConfig, decode, decode_config, make_decode_workspace
 from gpu_worker.kernels.paged_prefill import PrefillConfig, make_prefill_workspace, prefill
 from gpu_worker.kernels.prefill_plan import has_pieces, prefill_items
@@ -221,11 +222,12 @@ class PrefillBench:
         items = torch.from_numpy(table).cuda()
 
         def launch(index: int) -> None:
-            cache = caches.layers[index % caches.num_layers]
-            prefill(
-                self.query, cache, items, caches.tables, self.output, shape.head_dim**-0.5, None, config,
-                cut.programs if has_pieces(table) else None, workspace,
-            )  # fmt: skip
+            arrays = self.query, caches.layers[index % caches.num_layers], items, caches.tables, self.output
+            scale, programs = shape.head_dim**-0.5, cut.programs if has_pieces(table) else None
+            if config.is_hopper:
+                hopper_prefill(*arrays, scale, cut.programs, programs is not None, workspace)
+            else:
+                prefill(*arrays, scale, None, config, programs, workspace)
 
         return graph_us(launch, 8)
 

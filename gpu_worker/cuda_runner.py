@@ -28,7 +28,6 @@ from gpu_worker.forward_context import ForwardContext
 from gpu_worker.host_copies import Returned, Returns
 from gpu_worker.host_pool import HostPool
 from gpu_worker.kernels.block_copy import block_copy
-from gpu_worker.kernels.paged_prefill import PrefillConfig, prefill_config
 from gpu_worker.kernels.prefix_pass import PrefixTables, unpack
 from gpu_worker.kernels.state_kernels import DecodeInputs, gather_decode_inputs, gather_span_inputs, write_back
 from gpu_worker.kv_cache import KVCache
@@ -132,7 +131,8 @@ class CudaRunner:
         self._clock, self._returns = DeviceClock(self.device), Returns()
         self._note: Callable[[float], None] | None = None
         """Of the step that is being launched."""
-        self._mixed_config = self._prefill_config(cuda_mixed.MAX_TOKENS)
+        # Attention in graphs is cut as for one prompt.
+        self._mixed_config = backend.prefill_config(cuda_mixed.MAX_TOKENS, cuda_mixed.MAX_TOKENS)
         self._mixed_cut = backend.tile_cut(self._mixed_config)
         largest = cuda_mixed.largest_shape(self._mixed_cut)
         self._mixed_inputs = torch.zeros(largest.size, dtype=torch.int32, device=self.device)
@@ -348,12 +348,6 @@ class CudaRunner:
         if self._graphs.captures and not self.backend.shape.batch_invariant:
             ahead += [(shape, False, "plain") for shape in cuda_mixed.shapes_ahead(self._mixed_cut, self.sizes[-1])]
         return ahead
-
-    def _prefill_config(self, tokens: int) -> PrefillConfig:
-        """How attention is cut in graphs: as for one prompt of so many tokens."""
-        shape, backend = self.backend.shape, self.backend
-        rows = tokens * backend.group
-        return prefill_config(shape.head_dim, backend.widest_dtype, rows, rows, shape.num_kv_heads, backend.num_sms)
 
     # -- both --------------------------------------------------------------------------------------------------------
 

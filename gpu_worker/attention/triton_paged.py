@@ -1,5 +1,7 @@
 """Paged attention in Triton kernels: prefill spans by tiles, decode rows by a division made on the device.
 
+On Hopper a kernel of its own computes prefills of 16-bit caches, but for layers with windows.
+
 A step's decode rows need nothing on the host, so that a CUDA graph can hold ``prepare_decode`` and all layers; their
 contexts may differ at each replay, and so may what they have in common. Keys and values are in the cache before
 ``attend`` runs (``kernels.rope_kv``).
@@ -16,6 +18,7 @@ import torch
 
 from gpu_worker.attention.base import AttentionShape, BackendOptions, KVScales
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
+from gpu_worker.kernels.hopper_prefill import can_run, hopper_prefill
 from gpu_worker.kernels.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
@@ -99,6 +102,7 @@ class TritonPagedAttention:
         max_context = options["max_context"]
         self.widest_dtype = max(options["dtype"], cache_dtype, key=lambda each: each.itemsize)
         self.group = shape.num_heads // shape.num_kv_heads
+        self.has_hopper = can_run(shape.head_dim, shape.block_size, options["dtype"], cache_dtype, device)
         self.num_sms = multiprocessors(device)
         self.decode_config = decode_config(shape.head_dim, cache_dtype)
         self.split_tiles, slots = 0, 2 * max(self.programs_of(self.decode_config), max_rows)
@@ -171,7 +175,15 @@ class TritonPagedAttention:
         if shape.batch_invariant:
             return TileCut(1, shape.num_kv_heads, programs, config.keys, max_pieces=0)
         tile_tokens = max(1, config.rows // self.group)
-        return TileCut(tile_tokens, shape.num_kv_heads, programs, config.keys, self._prefill_workspace.max_pieces)
+        return TileCut(tile_tokens, shape.num_kv_heads, programs, config.piece_keys, self._prefill_workspace.max_pieces)
+
+    def prefill_config(self, longest: int, total: int) -> PrefillConfig:
+        """Of the kernel, for spans of ``total`` query tokens together, the longest of so many."""
+        shape, group = self.shape, self.group
+        return prefill_config(
+            shape.head_dim, self.widest_dtype, longest * group, total * group, shape.num_kv_heads, self.num_sms,
+            self.has_hopper,
+        )  # fmt: skip
 
     def cut_prefill(self, spans: Int32) -> PrefillItems:
         """Cut a step's prefill spans, on the host.
@@ -180,12 +192,9 @@ class TritonPagedAttention:
             spans: [p, 4] int32: slot, first query token in the step, query tokens, context with the last of them
                 included. The context and the table of a slot hold what is written in this very step.
         """
-        shape, spans = self.shape, np.asarray(spans, np.int32).reshape(-1, 4)
+        spans = np.asarray(spans, np.int32).reshape(-1, 4)
         num_tokens = int(spans[:, 2].sum())
-        longest = int(spans[:, 2].max(initial=0)) * self.group
-        config = prefill_config(
-            shape.head_dim, self.widest_dtype, longest, num_tokens * self.group, shape.num_kv_heads, self.num_sms
-        )
+        config = self.prefill_config(int(spans[:, 2].max(initial=0)), num_tokens)
         return PrefillItems(prefill_items(spans, self.tile_cut(config)), config, num_tokens)
 
     def prepare_mixed(
@@ -274,10 +283,7 @@ class TritonPagedAttention:
         output = make((len(query), query.shape[1] * query.shape[2]), dtype=query.dtype, device=query.device)
         tables = metadata.block_tables
         if metadata.items is not None and (config := metadata.prefill_config) is not None:
-            prefill(
-                query, cache, metadata.items, tables, output, scale, window, config, metadata.prefill_programs,
-                self._prefill_workspace, *scales,
-            )  # fmt: skip
+            self._prefill(query, cache, metadata, config, output, scale, window, scales)
         for index, rows in enumerate(metadata.decodes):
             plan = self._planned(rows, index, window)
             some = slice(rows.first, rows.first + len(rows.slots))
@@ -292,6 +298,25 @@ class TritonPagedAttention:
                 self.decode_config, *scales, partials,
             )  # fmt: skip
         return output
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: Metadata,
+        config: PrefillConfig,
+        output: torch.Tensor,
+        scale: float,
+        window: int | None,
+        scales: KVScales,
+    ) -> None:
+        assert metadata.items is not None
+        arrays = query, cache, metadata.items, metadata.block_tables, output
+        programs, workspace = metadata.prefill_programs, self._prefill_workspace
+        if config.is_hopper and window is None:
+            hopper_prefill(*arrays, scale, self.num_sms, programs is not None, workspace)
+        else:
+            prefill(*arrays, scale, window, config, programs, workspace, *scales)
 
     def _planned(self, rows: DecodeRows, index: int, window: int | None) -> DecodePlan:
         """The plan of the step's ``index``-th group of rows, filled when the first layer with this window asks."""

@@ -35,8 +35,17 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
+    is_hopper: bool = False
+    """``hopper_prefill`` computes it, but for windows."""
+
+    @property
+    def piece_keys(self) -> int:
+        """The length of a piece is a multiple of this."""
+        return HOPPER_KEYS if self.is_hopper else self.keys
 
 
+HOPPER_ROWS, HOPPER_KEYS = 128, 128
+"""Of a tile, and of an iteration, in ``hopper_prefill``."""
 MAX_ROWS, MAX_CELLS = 128, 128 * 128
 """Rows, and rows * dimensions, of a tile at most."""
 PIECES = 2
@@ -68,7 +77,13 @@ def make_prefill_workspace(kv_heads: int, num_sms: int, device: torch.device) ->
 
 
 def prefill_config(
-    head_dim: int, dtype: torch.dtype, longest: int, total: int, kv_heads: int, num_sms: int
+    head_dim: int,
+    dtype: torch.dtype,
+    longest: int,
+    total: int,
+    kv_heads: int,
+    num_sms: int,
+    has_hopper: bool = False,
 ) -> PrefillConfig:
     """The configuration for a shape.
 
@@ -76,12 +91,15 @@ def prefill_config(
         dtype: of the products.
         longest: query tokens * heads of a group in the longest span.
         total: the same of all spans.
+        has_hopper: ``hopper_prefill`` can compute it.
     """
     is_wide = triton.next_power_of_2(head_dim) > 128
     if dtype.itemsize > 2:
         return PrefillConfig(rows=32, keys=16 if is_wide else 32, num_warps=8, num_stages=2)
     if longest <= 16:
         return PrefillConfig(rows=16, keys=32 if is_wide else 64, num_warps=4, num_stages=3)
+    if has_hopper and longest > 64:
+        return PrefillConfig(HOPPER_ROWS, keys=64, num_warps=8, num_stages=3, programs_per_sm=1, is_hopper=True)
     if is_wide or total * kv_heads < 128 * num_sms or longest <= 64:
         return PrefillConfig(rows=64, keys=32 if is_wide else 64, num_warps=4, num_stages=2 if is_wide else 3)
     return PrefillConfig(rows=128, keys=64, num_warps=8, num_stages=3, programs_per_sm=1)

@@ -184,8 +184,9 @@ def test_graphs_made_ahead_change_no_request(
     while runner.prepare():
         pass
     wanted = {(size, False, variant) for size in runner.sizes for variant in ("plain", "full")}
-    wanted |= {(shape, False, "plain") for shape in mixed}
-    assert wanted <= runner._samples.keys()
+    # Of these there are graphs if they gain from one, which is measured.
+    tried = {(shape, False, "plain") for shape in mixed}
+    assert wanted | tried <= runner._samples.keys()
     if ON_GPU:
         assert all(shape in runner._graphs for shape in wanted)
     assert generate(runner, prompts, 2)[0] == expected
