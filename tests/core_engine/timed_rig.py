@@ -31,10 +31,10 @@ PRODUCTS = ((1, 4.21e-3), (32, 4.43e-3), (256, 7.04e-3), (2048, 42.1e-3), (16384
 
 def llama_8b(load: StepLoad) -> float:
     """Seconds of a step of an 8B model on an H200: products and 8 % around them, reading the KV cache, attention of
-    chunks (40 ms for a prompt of 8,192), launch and sampling."""
+    chunks (30 ms for a prompt of 8,192), launch and sampling."""
     tokens, seconds = zip(*PRODUCTS, strict=True)
     products = float(np.interp(load.tokens, tokens, seconds))
-    return 0.5e-3 + 1.08 * products + 131_072 / 3.9e12 * load.context + 40e-3 / (8192**2 / 2) * load.pairs
+    return 0.5e-3 + 1.08 * products + 131_072 / 3.9e12 * load.context + 30e-3 / (8192**2 / 2) * load.pairs
 
 
 @dataclasses.dataclass
