@@ -90,7 +90,7 @@ def markdown(results: Sequence[Mapping[str, Any]]) -> str:
                 cell for index, model in enumerate(NAMES) for cell in _cells(row, index, found.get((model, row.case)))
             ]
             lines.append(f"| {row.what} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", _circumstances(environment)])
+    return "\n".join([*lines, "", _circumstances(environment, figures)])
 
 
 def advantage(row: Row, index: int, value: float | None) -> float | None:
@@ -126,8 +126,11 @@ def _shown(row: Row, value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _circumstances(environment: Mapping[str, Any]) -> str:
+def _circumstances(environment: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> str:
     words = [f"{name} {environment[name]}" for name in ("commit", "torch", "triton", "driver") if environment.get(name)]
+    others = dict.fromkeys(str(figure["commit"]) for figure in figures if "commit" in figure)
+    if others and environment.get("commit"):
+        words[0] += f" (some figures, as the file says, are of {', '.join(others)})"
     canary = f"ten million Python additions on the host take {environment['host_canary_s']} s"
     scale = f"; NOT MEASURED: work scaled by {environment['scale']}" if "scale" in environment else ""
     return f"{environment.get('gpu') or 'No GPU'}; {', '.join([*words, canary])}. Beside it {PEER}{scale}."

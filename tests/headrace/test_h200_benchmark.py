@@ -105,6 +105,7 @@ def test_figures_that_are_kept_say_their_commit(results: Results) -> None:
     assert (found["nano"]["value"], found["nano"]["commit"]) == (100.0, "abc")
     assert found["mix"]["value"] == 200.0
     assert "commit" not in found["mix"]
+    assert "commit def (some figures, as the file says, are of abc), torch 2.11.0" in table.markdown(later.all())
     Results(results.path, dict(ENVIRONMENT)).add("qwen06b", "uniform", [1.0])
     assert set(figures_in(results.path)) == {"uniform"}
 
