@@ -10,6 +10,7 @@ contexts may differ at each replay, and so may what they have in common. Keys an
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Unpack
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 
 from gpu_worker.attention.base import AttentionShape, BackendOptions, KVScales
 from gpu_worker.kernels.attention_plan import DecodePlan, make_decode_plan, plan_decode
-from gpu_worker.kernels.hopper_prefill import can_run, hopper_prefill
 from gpu_worker.kernels.paged_decode import (
     DecodeConfig,
     DecodeWorkspace,
@@ -39,12 +39,16 @@ from gpu_worker.kernels.prefix_pass import (
 from gpu_worker.kernels.rope_kv import rotate_and_write
 from gpu_worker.layers.norm import HeadNorm
 from gpu_worker.shared_prefix import PrefixLayout
+from shared.logging import get_logger
 
+log = get_logger()
 Int32 = npt.NDArray[np.int32]
 
 SPLIT_TOKENS = 1024
 """Of a unit in the batch-invariant mode, unless a context has more than ``MAX_SPLITS`` of them."""
 MAX_SPLITS = 16
+HOPPER = 9
+"""Major compute capability."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class TritonPagedAttention:
         max_context = options["max_context"]
         self.widest_dtype = max(options["dtype"], cache_dtype, key=lambda each: each.itemsize)
         self.group = shape.num_heads // shape.num_kv_heads
-        self.has_hopper = can_run(shape.head_dim, shape.block_size, options["dtype"], cache_dtype, device)
+        self._hopper_prefill = _hopper_prefill(shape, options["dtype"], cache_dtype, device)
         self.num_sms = multiprocessors(device)
         self.decode_config = decode_config(shape.head_dim, cache_dtype)
         self.split_tiles, slots = 0, 2 * max(self.programs_of(self.decode_config), max_rows)
@@ -182,7 +186,7 @@ class TritonPagedAttention:
         shape, group = self.shape, self.group
         return prefill_config(
             shape.head_dim, self.widest_dtype, longest * group, total * group, shape.num_kv_heads, self.num_sms,
-            self.has_hopper,
+            self._hopper_prefill is not None,
         )  # fmt: skip
 
     def cut_prefill(self, spans: Int32) -> PrefillItems:
@@ -314,7 +318,8 @@ class TritonPagedAttention:
         arrays = query, cache, metadata.items, metadata.block_tables, output
         programs, workspace = metadata.prefill_programs, self._prefill_workspace
         if config.is_hopper and window is None:
-            hopper_prefill(*arrays, scale, self.num_sms, programs is not None, workspace)
+            assert self._hopper_prefill is not None
+            self._hopper_prefill(*arrays, scale, self.num_sms, programs is not None, workspace)
         else:
             prefill(*arrays, scale, window, config, programs, workspace, *scales)
 
@@ -338,6 +343,20 @@ class TritonPagedAttention:
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; a few where the kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _hopper_prefill(
+    shape: AttentionShape, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
+) -> Callable[..., None] | None:
+    """``kernels.hopper_prefill``, if it can compute this; only then does anything need Gluon, which is experimental."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return None
+    try:
+        from gpu_worker.kernels.hopper_prefill import can_run, hopper_prefill
+    except (ImportError, AttributeError) as error:
+        log.warning("prefill attention without the kernel for Hopper: this Triton has another Gluon", error=str(error))
+        return None
+    return hopper_prefill if can_run(shape.head_dim, shape.block_size, dtype, cache_dtype, device) else None
 
 
 def _runs(tokens: Int32) -> list[tuple[int, int]]:

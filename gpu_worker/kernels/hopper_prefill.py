@@ -78,6 +78,7 @@ def hopper_prefill(
     assert cache.is_contiguous()
     assert cache.dtype == query.dtype
     assert query.stride()[1:] == (head_dim, 1)
+    assert heads // kv_heads <= HOPPER_ROWS
     if len(items) == 1:
         return
     rows = blocks * 2 * kv_heads * block_size

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from gpu_worker.attention import triton_paged
 from gpu_worker.attention.base import AttentionShape, KVScales
 from gpu_worker.attention.triton_paged import Metadata, TritonPagedAttention
 from tests.kernels.attention_reference import HALF, Paged, attend, make_paged, tolerance
@@ -84,6 +89,46 @@ def test_a_mixed_step(
     rows = expected(query, paged, spans + [(slot, 1, context) for slot, context in decodes])
     torch.testing.assert_close(result[:tokens].float(), rows, **tolerance(HALF))
     assert not result[tokens:].any()
+
+
+@pytest.mark.parametrize("window", [None, 24, 200])
+def test_spans_of_whole_tiles(window: int | None, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU of Hopper has a kernel for, but for windows: those take the other one, with the same items."""
+
+    def never(*_: object) -> None:
+        raise AssertionError("this kernel knows no windows")
+
+    paged = make_paged([1300, 40, 9], KV_HEADS, HEAD_DIM, BLOCK_SIZE, HALF, device)
+    backend = make_backend(device)
+    if window is not None:
+        monkeypatch.setattr(backend, "_hopper_prefill", never)
+    spans, decodes = [(0, 60, 1300), (1, 40, 40)], [(2, 9)]
+    metadata, tokens = mixed(backend, paged, spans, decodes)
+    assert metadata.prefill_config is not None
+    assert metadata.prefill_config.is_hopper or window is None
+    assert metadata.prefill_programs is not None
+    query = make_query(tokens, device)
+    result = backend.attend(query, paged.cache, metadata, SCALE, window, KVScales())
+    rows = expected(query, paged, spans + [(slot, 1, context) for slot, context in decodes], window)
+    torch.testing.assert_close(result.float(), rows, **tolerance(HALF))
+
+
+@pytest.mark.parametrize("problem", [ImportError("no gluon"), AttributeError("no warpgroup_mma")], ids=repr)
+def test_a_triton_with_another_gluon(problem: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs speed and no more."""
+    load = builtins.__import__
+
+    def failing(name: str, *rest: Any) -> Any:
+        if name.endswith("hopper_prefill"):
+            raise problem
+        return load(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", failing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    with capture_logs() as logs:
+        assert triton_paged._hopper_prefill(shape, HALF, HALF, torch.device("cuda")) is None
+    assert [entry["error"] for entry in logs] == [str(problem)]
 
 
 def test_batch_invariant_prefill_gives_the_bits_of_decode(device: torch.device) -> None:
