@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from gpu_worker.threads import prepare_environment
+from gpu_worker.environment import prepare_environment
 from shared.messages import Epoch, SlotInit, Step, WorkerConfig
 from shared.model_config import load_model_config
 from shared.model_source import resolve_model

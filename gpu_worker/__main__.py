@@ -7,7 +7,7 @@ import sys
 
 from gpu_worker.device_lease import device_lease
 from gpu_worker.early_start import start_early
-from gpu_worker.threads import prepare_environment
+from gpu_worker.environment import prepare_environment
 from gpu_worker.worker import Worker
 from shared.config import WORKER, Settings
 from shared.lifecycle import EXIT_OK, install_signal_handlers, run_service

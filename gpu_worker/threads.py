@@ -2,7 +2,7 @@
 
 Threads that share a core wait for each other at the end of every operation, so that two threads beside one busy process
 are several times slower than one thread alone. Spinning while they wait for work, for a bounded time, makes short
-operations faster. Imports no torch: the environment must be set before torch is loaded.
+operations faster. Imports no torch, so that the worker is heard of at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 
-SPIN_COUNT = "100000"
 INTERVAL_S = 0.25
 TOLERATED = 0.6
 """Cores that others may keep busy before a thread is given up."""
@@ -19,12 +18,6 @@ RETURNED = 0.4
 """Cores that others may keep busy when a thread is taken back; lower, so that the number does not flap."""
 
 _PROC_STAT = "/proc/stat"
-
-
-def prepare_environment() -> None:
-    """Bound the spinning of OpenMP's threads, unless the user chose otherwise. Before torch is imported."""
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def usable_cores() -> int:

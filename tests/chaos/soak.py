@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -235,8 +234,6 @@ def main() -> int:
     model = options.work / "model"
     if not (model / "tokenizer.json").exists():
         make_checkpoint(model, "llama")
-    # oneDNN keeps code for up to 1,024 shapes of products (30 MB), which takes more requests than these to fill.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     deployment = Deployment(
         options.work / "logs",
         str(model),

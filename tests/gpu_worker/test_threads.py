@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from gpu_worker.threads import ThreadGovernor, busy_seconds, prepare_environment, usable_cores
+from gpu_worker.threads import ThreadGovernor, busy_seconds, usable_cores
 
 
 class Machine:
@@ -67,14 +65,3 @@ def test_a_fixed_number_stays() -> None:
 def test_reads_this_machine() -> None:
     assert usable_cores() >= 1
     assert busy_seconds() >= 0.0
-
-
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1")
-    monkeypatch.delenv("GOMP_SPINCOUNT")
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    prepare_environment()
-    assert "GOMP_SPINCOUNT" not in os.environ, "the user's choice stands"
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    prepare_environment()
-    assert os.environ["GOMP_SPINCOUNT"] == "100000"
