@@ -40,6 +40,10 @@ ABORTED_TOKENS = 200
 CONCURRENT = 24
 SAMPLE_EVERY, FAULT_EVERY = 250, 300
 FLAT_PERCENT = 3.0
+ROWS_STEP, ROWS_STEPS = 16, 30
+"""Prompts of so many lengths, so far apart: products take a multiple of this number of rows in batch-invariant mode."""
+PLAIN_IDS = range(10, 300)
+"""Token ids of words and letters."""
 LASTING = (f"{ENGINE}/0", f"{GATEWAY}/0", f"{TOKENIZER}/0", f"{WORKER}/0")
 """Killed early only, so that they grow old."""
 PASSING = (f"{GATEWAY}/1", f"{TOKENIZER}/1", f"{WORKER}/1")
@@ -88,7 +92,7 @@ class Soak:
         kinds = iter(self._rng.choices(list(KINDS), list(KINDS.values()), k=self.count))
         began = time.monotonic()
         async with session() as opened:
-            await asyncio.gather(self._teach_words(opened), *(self._client(opened, kinds) for _ in range(CONCURRENT)))
+            await asyncio.gather(self._fill_caches(opened), *(self._client(opened, kinds) for _ in range(CONCURRENT)))
         self.seconds = time.monotonic() - began
         for name, pid in self._pids.items():
             if self.deployment.services[name].pid != pid:
@@ -100,14 +104,21 @@ class Soak:
             self.wrong += [f"undisturbed: {words}" for words in report.wrong]
             self._expected |= {first + index: answer for index, answer in report.answers.items()}
 
-    async def _teach_words(self, opened: aiohttp.ClientSession) -> None:
-        """Fill the cache of words of a tokenizer: 4 MB, up to which it grows with each new word."""
-        while self.ended.total() < self.count // 8:
+    async def _fill_caches(self, opened: aiohttp.ClientSession) -> None:
+        """Of a tokenizer that of words, 4 MB, and of a worker that of compiled products of matrices, some 100 MB: they
+        grow with each new word and each new number of rows of a step up to a bound, and are full afterwards."""
+        while self.ended.total() < self.count // 16:
             await asyncio.sleep(0.1)
-        for _ in range(120):
-            words = ["".join(self._rng.choices(string.ascii_lowercase, k=8)) for _ in range(100)]
-            async with opened.post(self.deployment.url(0) + "/tokenize", json={"prompt": " ".join(words)}) as response:
-                await response.read()
+        url, rng = self.deployment.url(0), self._rng
+        for turn in range(120):
+            words = ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(100)]
+            ids = [rng.choice(PLAIN_IDS) for _ in range(ROWS_STEP * (1 + turn % ROWS_STEPS))]
+            body = {"model": self.model, "prompt": ids, "max_tokens": 1}
+            for path, asked in (("/tokenize", {"prompt": " ".join(words)}), (COMPLETIONS, body)):
+                async with opened.post(url + path, json=asked) as response:
+                    await response.read()
+        if self.ended.total() >= self.count // 4:
+            self.wrong.append("memory was watched before the caches were full")
 
     async def _client(self, opened: aiohttp.ClientSession, kinds: Iterator[str]) -> None:
         for kind in kinds:
