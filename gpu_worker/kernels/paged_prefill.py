@@ -98,7 +98,7 @@ def prefill_config(
         return PrefillConfig(rows=32, keys=16 if is_wide else 32, num_warps=8, num_stages=2)
     if longest <= 16:
         return PrefillConfig(rows=16, keys=32 if is_wide else 64, num_warps=4, num_stages=3)
-    if has_hopper and longest > HOPPER_ROWS:
+    if has_hopper and longest > 64:
         return PrefillConfig(HOPPER_ROWS, keys=64, num_warps=8, num_stages=3, programs_per_sm=1, is_hopper=True)
     if is_wide or total * kv_heads < 128 * num_sms or longest <= 64:
         return PrefillConfig(rows=64, keys=32 if is_wide else 64, num_warps=4, num_stages=2 if is_wide else 3)

@@ -102,7 +102,7 @@ def test_spans_of_whole_tiles(window: int | None, device: torch.device, monkeypa
     backend = make_backend(device)
     if window is not None:
         monkeypatch.setattr(backend, "_hopper_prefill", never)
-    spans, decodes = [(0, 70, 1300), (1, 40, 40)], [(2, 9)]
+    spans, decodes = [(0, 60, 1300), (1, 40, 40)], [(2, 9)]
     metadata, tokens = mixed(backend, paged, spans, decodes)
     assert metadata.prefill_config is not None
     assert metadata.prefill_config.is_hopper or window is None

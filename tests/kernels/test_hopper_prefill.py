@@ -164,5 +164,5 @@ def test_what_it_is_chosen_for() -> None:
     assert not can_run(128, 16, bfloat16, bfloat16, cpu)
     config = prefill_config(128, bfloat16, 4480, 4480, 8, 132, has_hopper=True)
     assert (config.is_hopper, config.rows, config.piece_keys) == (True, HOPPER_ROWS, HOPPER_KEYS)
-    assert not prefill_config(128, bfloat16, HOPPER_ROWS, 4480, 8, 132, has_hopper=True).is_hopper
+    assert not prefill_config(128, bfloat16, 64, 4480, 8, 132, has_hopper=True).is_hopper
     assert not prefill_config(128, bfloat16, 4480, 4480, 8, 132).is_hopper
