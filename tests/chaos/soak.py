@@ -111,7 +111,7 @@ class Soak:
             await asyncio.sleep(0.1)
         url, rng = self.deployment.url(0), self._rng
         for turn in range(120):
-            words = ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(100)]
+            words = ["".join(rng.choices(string.ascii_lowercase, k=8)) for _ in range(200)]
             ids = [rng.choice(PLAIN_IDS) for _ in range(ROWS_STEP * (1 + turn % ROWS_STEPS))]
             body = {"model": self.model, "prompt": ids, "max_tokens": 1}
             for path, asked in (("/tokenize", {"prompt": " ".join(words)}), (COMPLETIONS, body)):
