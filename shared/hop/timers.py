@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from shared.errors import StartupError
+
 Clock = Callable[[], float]
 """Seconds of the process's own running time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timers:
-    """All in seconds; all but ``blip_s`` follow from the beat and the lease."""
+    """All in seconds; all but ``blip_s`` follow from the beat and the lease.
+
+    Raises:
+        StartupError: the lease is shorter than the time after which a request rests, so that requests would be dropped
+            that somebody still renews.
+    """
 
     beat_s: float = 1.0
     """A parent acknowledges all its requests once a beat, which renews their leases."""
@@ -20,6 +27,13 @@ class Timers:
     blip_s: float = 0.15
     """A connection that is back within this time was not lost: two live processes need 0.1 s at most
     (``shared.transport.RECONNECT_MS``)."""
+
+    def __post_init__(self) -> None:
+        if self.lease_s < self.orphan_s:
+            raise StartupError(
+                f"--lease-s {self.lease_s:g} is too short: with --beat-s {self.beat_s:g} it must be at least "
+                f"{self.orphan_s:g}"
+            )
 
     @property
     def silence_s(self) -> float:

@@ -420,7 +420,7 @@ def test_a_leaving_worker_dies(tmp_path: Path) -> None:
 
 def test_a_killed_worker_is_noticed_at_once(tmp_path: Path) -> None:
     """Its sequences go on elsewhere, long before a beat is over; nobody else is disturbed."""
-    running = RunningEngine(tmp_path, max_num_seqs=2, beat_s=60.0)
+    running = RunningEngine(tmp_path, max_num_seqs=2, beat_s=60.0, lease_s=300.0)
     with (
         running as engine,
         WorkerThread(running.workers, name="b") as staying,

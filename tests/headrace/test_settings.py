@@ -130,6 +130,28 @@ def test_another_dtype_of_the_kv_cache_is_refused(
     assert re.search(f"--kv-cache-dtype {name} is not supported.*{words}", capsys.readouterr().err, re.DOTALL)
 
 
+@pytest.mark.parametrize(
+    ("flag", "words", "values"),
+    [
+        *((f, "must be above 0", ("0", "-1", "nan", "inf")) for f in ("--beat-s", "--lease-s", "--step-timeout-s")),
+        *(
+            (f, "must be at least 1", ("0", "-1"))
+            for f in ("--max-connections", "--max-body-bytes", "--kv-cache-bytes")
+        ),
+        ("--num-gpu-blocks-override", "must be at least 1", ("0", "-3")),
+        *((f"--max-num-queued-{what}", "must be 0 or more", ("-1",)) for what in ("reqs", "tokens")),
+        ("--shutdown-timeout", "must be 0 or more", ("-1", "nan", "inf")),
+    ],
+)
+def test_what_can_never_work_is_refused_before_anything_starts(
+    flag: str, words: str, values: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values:
+        with pytest.raises(SystemExit):
+            parse(flag, value)
+        assert f"{flag} {words}, got {value}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--swap-space", "--kv-offloading-size"])
 def test_sizes_in_host_memory(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert getattr(parse(flag, "0.5"), flag[2:].replace("-", "_")) == 0.5
