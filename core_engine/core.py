@@ -15,6 +15,7 @@ from core_engine.host_memory import HostMemorySpec, let_go, make_host_memory
 from core_engine.kv_cache_manager import KVCacheManager
 from core_engine.limits import search_limit, sequence_limit
 from core_engine.metrics import EngineMetrics
+from core_engine.queue_bounds import QueueBounds
 from core_engine.queues import QUEUES
 from core_engine.replica import Replica, StepInFlight
 from core_engine.request import Exit, Request, Sequence
@@ -27,7 +28,7 @@ from core_engine.step_time import CPU_COSTS, StepTimeModel
 from core_engine.suspects import Suspects
 from core_engine.transfer_costs import TransferCosts
 from core_engine.waiting_queue import AGEING_S
-from shared.errors import ErrorCode, ProtocolError, RequestError
+from shared.errors import ProtocolError, RequestError
 from shared.messages import Epoch, FinishReason, Int32, Step, StepResult
 
 _NO_IDS: Int32 = np.empty(0, np.int32)
@@ -88,6 +89,7 @@ class EngineCore:
         self.on_first_token: Callable[[Sequence], None] = lambda sequence: None
         """Called in ``settle`` for a sequence whose prompt is computed."""
         self.stops = StopTable(config.vocab_size)
+        self.bounds = QueueBounds(config.max_num_queued_reqs, config.max_num_queued_tokens, self.metrics)
         self.suspects = Suspects(self.metrics)
         self.scheduler = Scheduler(
             config.scheduler,
@@ -129,7 +131,8 @@ class EngineCore:
         if request.params.beam_width is not None:
             self._check_search(request)
         if bounded and not any(ids.size for ids in generated.values()):
-            self._check_queue(len(generated), len(request.prompt))
+            seats = self.scheduler.config.max_num_seqs
+            self.bounds.check(self.waiting, self.replicas, seats, len(generated), len(request.prompt))
         if request.params.beam_width is not None:
             return self._search(request, list(generated), limit)
         sequences = [Sequence(request, choice, ids, limit) for choice, ids in generated.items()]
@@ -165,20 +168,6 @@ class EngineCore:
             raise RequestError(f"beam_width {width} > {most}, the sequences that run at the same time", "beam_width")
         if num_recorded(request) > self.config.vocab_size:
             raise RequestError(f"beam_width {width} is too large for the vocabulary", "beam_width")
-
-    def _check_queue(self, newcomers: int, prompt_len: int) -> None:
-        """Each choice counts. What is alone may be longer than all that may wait, else it could never run."""
-        most, most_tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
-        waiting, tokens = len(self.waiting), self.waiting.num_prompt_tokens
-        if waiting + newcomers > most:
-            reason, full = "max_num_queued_reqs", f"{waiting} requests are waiting and at most {most} may"
-        elif most_tokens is not None and waiting and tokens + newcomers * prompt_len > most_tokens:
-            reason = "max_num_queued_tokens"
-            full = f"requests with {tokens} prompt tokens are waiting and at most {most_tokens} may"
-        else:
-            return
-        self.metrics.queue_full(reason)
-        raise RequestError(f"{full}; try again later", code=ErrorCode.OVERLOADED)
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence wherever it is; its memory is back once no step names it. Nothing if it has ended."""
@@ -286,7 +275,9 @@ class EngineCore:
             self.suspects.update(self.replicas)
         if len(replica.window) >= self.config.steps_in_flight + self._more_steps(replica):
             return None
-        return self.scheduler.plan(replica)
+        step = self.scheduler.plan(replica)
+        self.bounds.planned(self.waiting)
+        return step
 
     def _more_steps(self, replica: Replica) -> int:
         """One while a worker decodes faster than a result and the step behind it travel; none where steps are not to

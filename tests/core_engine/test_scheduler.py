@@ -246,12 +246,43 @@ def test_without_max_tokens_a_request_may_fill_the_cache() -> None:
 
 
 def test_the_waiting_queue_is_bounded() -> None:
-    simulation = Simulation(max_num_queued_reqs=3)
-    simulation.submit(prompt(5), n=2)
-    with pytest.raises(RequestError, match="2 requests are waiting and at most 3 may") as refused:
+    """Beside those that find a free seat, and those who come to an idle engine."""
+    simulation = Simulation(max_num_seqs=2, max_num_queued_reqs=3)
+    simulation.submit(prompt(5), n=4)
+    with pytest.raises(RequestError, match="2 requests are waiting and at most 3 may, and this one has 2 choices"):
         simulation.submit(prompt(5), n=2)
-    assert refused.value.code is ErrorCode.OVERLOADED
     simulation.submit(prompt(5))
+    with pytest.raises(RequestError, match="3 requests are waiting and at most 3 may; try") as refused:
+        simulation.submit(prompt(5))
+    assert refused.value.code is ErrorCode.OVERLOADED
+    simulation.run()
+    simulation.submit(prompt(5), n=7)
+    simulation.run()
+    simulation.check_outputs()
+
+
+def test_with_seats_free_nobody_may_wait_and_all_are_served() -> None:
+    simulation = Simulation(max_num_seqs=4, max_num_queued_reqs=0)
+    for first in range(4):
+        simulation.submit(prompt(5, first))
+    with pytest.raises(RequestError, match="0 requests are waiting and at most 0 may"):
+        simulation.submit(prompt(5))
+    simulation.run()
+    simulation.submit(prompt(5))
+    simulation.run()
+    simulation.check_outputs()
+
+
+def test_where_memory_is_short_a_free_seat_is_no_place() -> None:
+    simulation = Simulation(8, block_size=4, max_num_seqs=8, max_num_queued_reqs=2)
+    simulation.submit(prompt(20), max_tokens=7)
+    simulation.plan()
+    simulation.submit(prompt(20, 1), max_tokens=7)
+    simulation.plan()
+    assert len(simulation.core.waiting) == 1
+    simulation.submit(prompt(20, 2), max_tokens=7)
+    with pytest.raises(RequestError, match="2 requests are waiting and at most 2 may"):
+        simulation.submit(prompt(20, 3), max_tokens=7)
     simulation.run()
     simulation.check_outputs()
 

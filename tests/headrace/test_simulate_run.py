@@ -225,7 +225,7 @@ def test_refusals() -> None:
     trace = [*load(20), *load(1, prompt=2000)]
     outcome = run(trace, max_num_seqs=2, max_num_queued_reqs=5)
     check_outputs(trace, outcome)
-    assert outcome.refused == {QUEUE_FULL: 15, TOO_LONG: 1}
+    assert outcome.refused == {QUEUE_FULL: 13, TOO_LONG: 1}
     assert run(load(20), max_connections=6).refused == {CONNECTIONS: 14}
     words = " ".join(advice(Figures(outcome, 1, 0.0), core_config(max_num_queued_reqs=5)))
     assert "--max-num-queued-reqs 5" in words
