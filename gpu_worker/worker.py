@@ -81,6 +81,7 @@ class Worker:
         self._dismissed = False
         self._clock = RunningClock(time.monotonic)
         self._heard_at = self._clock()
+        self._said_silent = False
         self._epoch: Epoch | None = None
         self._config: WorkerConfig | None = None
         """What the current epoch asks for."""
@@ -125,6 +126,7 @@ class Worker:
                 self._take_device()
                 self._finish_loading()
                 self._follow_load()
+                self._tell_silence()
                 self._beats.beat()
                 heartbeat.beat()
                 if self._fatal is not None:
@@ -203,9 +205,8 @@ class Worker:
                 log.info("leaving when what runs is done", seconds_at_most=self._patience_s)
         if not self._serving or self._dismissed or not self._beats.connected:
             return True
-        silent_s = self._clock() - self._heard_at
-        if silent_s > SILENT_BEATS * self._beat_s and not self._link.readable:
-            log.warning("leaving an engine that does not answer", silent_s=round(silent_s, 1))
+        if self._engine_is_silent:
+            log.warning("leaving an engine that does not answer", silent_s=round(self._clock() - self._heard_at, 1))
             return True
         if now < self._leave_by:
             return False
@@ -216,6 +217,22 @@ class Worker:
     def _serving(self) -> bool:
         """Whether the engine may have work here."""
         return self._runner is not None and self._loading is None and self._epoch is not None and not self._failed
+
+    @property
+    def _engine_is_silent(self) -> bool:
+        return self._clock() - self._heard_at > SILENT_BEATS * self._beat_s and not self._link.readable
+
+    def _tell_silence(self) -> None:
+        """Say in the log once that no engine answers, and when one does again."""
+        if self._engine_is_silent == self._said_silent:
+            return
+        self._said_silent = not self._said_silent
+        if not self._said_silent:
+            log.info("the engine answers", endpoint=self._endpoint)
+        elif self._epoch is None:
+            log.info("no engine answers yet; still trying", endpoint=self._endpoint)
+        else:
+            log.warning("the engine answers no more; waiting for it", endpoint=self._endpoint)
 
     # -- the model ---------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from runner_harness import reference_greedy, worker_config
 from scripted_engine import PROMPT, ROOT, ScriptedEngine
 from tiny_models import TinyModels
@@ -117,6 +121,29 @@ def test_needs_an_endpoint() -> None:
     )
     assert done.returncode == 78
     assert "--worker-endpoint" in done.stderr
+
+
+def test_the_log_says_whether_an_engine_answers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is asked for at a wrong address would wait for it in silence."""
+    log = ""
+    with contextlib.closing(ScriptedEngine(tmp_path)) as engine:
+
+        def said(words: str) -> bool:
+            nonlocal log
+            log += capfd.readouterr().err
+            return words in log
+
+        _until(lambda: said(f"no engine answers yet; still trying endpoint={engine.link.endpoint}"))
+        assert not said("the engine answers")
+        _until(lambda: engine.expect(Hello) is not None and said("the engine answers"))
+        _until(lambda: said("") and log.count("no engine answers yet") == 2)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_arrays_of_results_are_int32(engine: ScriptedEngine, tiny_models: TinyModels) -> None:
