@@ -81,7 +81,8 @@ async def _announce(gateway: Gateway, url: str) -> None:
             said = reason
         await asyncio.sleep(0.2)
     body = f'{{"model": "{gateway.names[0]}", "messages": [{{"role": "user", "content": "Hello!"}}], "stream": true}}'
-    command = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = " -H 'Authorization: Bearer YOUR-API-KEY'" if gateway.keys else ""
+    command = f"curl -N {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     # Within the event's own text, where no quote is escaped, so that it can be copied.
     log.info(f"ready; try: {command}", url=url)
 

@@ -101,6 +101,13 @@ async def test_serves_and_drains(launch: Any, tokenizer: FakeTokenizer) -> None:
     await until(lambda: not tokenizer.child.requests)
 
 
+async def test_with_keys_it_says_where_to_put_one_and_never_which(launch: Any, tokenizer: FakeTokenizer) -> None:
+    served = await launch("--port=0", "--api-key=sesame")
+    url = await served.ready()
+    assert f"curl -N {url}/v1/chat/completions -H 'Authorization: Bearer YOUR-API-KEY'" in served.log
+    assert "sesame" not in served.log
+
+
 async def test_a_killed_client_is_noticed(launch: Any, tokenizer: FakeTokenizer) -> None:
     served = await launch("--port=0")
     port = int((await served.ready()).rpartition(":")[2])
