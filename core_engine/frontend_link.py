@@ -136,9 +136,7 @@ class FrontendLink:
 
     def fail(self, sequence: Sequence, error: RequestError) -> None:
         """End a whole request with an error."""
-        self.child.fail(sequence.context.request, _error_info(error))
-        for sibling in sequence.request.sequences:
-            self.core.end(sibling, FinishReason.ERROR)
+        self._fail(sequence.context.request, sequence.request, error)
 
     def announce(self) -> None:
         """Say Hello to everybody: readiness has changed."""
@@ -166,7 +164,8 @@ class FrontendLink:
             try:
                 self._start(new.request.context, [new], bounded=False)
             except RequestError as error:
-                self._refuse(new.request, error)
+                log.info("refused", request_id=new.request.rid, reason=error.message)
+                self._fail(new.request, new.request.context, error)
         if before is not None:  # last, so that the request goes on, and counts once
             self.core.end(before, FinishReason.ABORT)
 
@@ -239,6 +238,11 @@ class FrontendLink:
         vocab_size = self.core.config.vocab_size
         if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
             check_token_ids(ids.tolist(), vocab_size, param)
+
+    def _fail(self, request: HopRequest, accepted: Request, error: RequestError) -> None:
+        self.child.fail(request, _error_info(error))
+        for sequence in accepted.sequences:
+            self.core.end(sequence, FinishReason.ERROR)
 
     def _refuse(self, request: HopRequest, error: RequestError) -> None:
         log.info("refused", request_id=request.rid, reason=error.message)

@@ -348,6 +348,40 @@ def test_rows_for_a_request_that_waits(tmp_path: Path, policy: str) -> None:
         assert front.metric("vllm:request_prompt_tokens_count") == 2
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("runs", [False, True])
+def test_rows_that_cannot_be(tmp_path: Path, n: int, runs: bool) -> None:
+    """Another tokenizer has ids that the model lacks: the request ends with an error, all choices of it, and counts
+    once."""
+    running = RunningEngine(tmp_path, max_num_seqs=n if runs else 1)
+    with (
+        running as engine,
+        WorkerThread(running.workers) as worker,
+        FrontEnd(running.front) as gone,
+        FrontEnd(running.front) as front,
+    ):
+        gone.wait_ready()
+        front.wait_ready()
+        if not runs:
+            front.submit(prompt(6), max_tokens=240, ignore_eos=True)
+            front.wait(lambda: worker.executed)
+        before = gone.submit(prompt(9, 3), rid="both", max_tokens=200, ignore_eos=True, n=n)
+        gone.wait(lambda: before.logs[0].rows if runs else before.rid in gone.accepted_ids)
+        request = front.all[before.rid] = HopRequest(before.rid, before.spec)
+        request.logs[0].grow([5, VOCAB], [])
+        front.parent.place(request, before.spec, Attempt(2, front.boot, 0))
+        front.wait_over()
+        error = next(log.end.error for log in request.logs if log.end is not None)
+        assert error is not None
+        assert error.param == "tokens"
+        check_at_rest(engine)
+        metrics = engine.core.metrics.samples([], 0)
+        counted = {labels["finished_reason"]: value for name, labels, value in metrics if "request_success" in name}
+        assert {reason: count for reason, count in counted.items() if count} == (
+            {"error": 1} if runs else {"error": 1, "length": 1}
+        )
+
+
 def test_a_worker_that_leaves(tmp_path: Path) -> None:
     """It finishes what runs there and is dismissed; what waits goes to the other one, and nothing is moved."""
     running = RunningEngine(tmp_path, max_num_seqs=2)
