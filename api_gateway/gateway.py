@@ -52,7 +52,7 @@ class Gateway:
         """What requests are checked against, by what is known now."""
         card = self.links.card
         bounds = [n for n in (self.settings.max_model_len, card.max_model_len if card else None) if n is not None]
-        return Limits(self.names, card, min(bounds, default=None))
+        return Limits(self.names, card, min(bounds, default=None), self.settings.max_output_tokens)
 
     def not_ready(self) -> str | None:
         """Why no request for text can be served now; None: it can."""

@@ -27,6 +27,8 @@ class Limits:
     card: ModelCard | None
     max_model_len: int | None
     """Of the card, or of the gateway's own setting if that is lower."""
+    max_output_tokens: int | None = None
+    """What takes the place of a larger ``max_tokens``; None: nothing."""
 
     @property
     def vocab_size(self) -> int | None:

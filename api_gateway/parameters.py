@@ -115,6 +115,7 @@ def sampling_params(
         if error.param == "max_tokens" and named != "max_tokens":
             raise RequestError(f"{named}: {error.message}", named) from None
         raise
+    params = _capped(params, limits.max_output_tokens)
     _check_room(params, named, limits)
     if choices > values["n"] and params.logprobs is None:
         return dataclasses.replace(params, logprobs=0)
@@ -129,6 +130,14 @@ def seeded(params: SamplingParams) -> SamplingParams:
 def _prompt_logprobs(shown: Shown) -> int | None:
     wanted = [shown.prompt_logprobs, shown.logprobs if shown.echo else None]
     return max((count for count in wanted if count is not None), default=None)
+
+
+def _capped(params: SamplingParams, most: int | None) -> SamplingParams:
+    """The parameters of choices that may have ``most`` tokens. One that names no ``max_tokens`` still names none."""
+    if most is None:
+        return params
+    wanted = None if params.max_tokens is None else min(params.max_tokens, most)
+    return dataclasses.replace(params, max_tokens=wanted, min_tokens=min(params.min_tokens, most))
 
 
 def _check_room(params: SamplingParams, named: str, limits: Limits) -> None:

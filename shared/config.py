@@ -128,7 +128,7 @@ class Settings:
         30.0, "seconds of waiting that make up for one level of priority (--scheduling-policy priority)", ENGINE
     )
     max_output_tokens: int | None = setting(
-        None, "most tokens that a choice may have, whatever its max_tokens (default: any number)", ENGINE
+        None, "most tokens that a choice may have, whatever its max_tokens (default: any number)", GATEWAY, ENGINE
     )
     max_num_queued_reqs: int = setting(4096, "requests that may wait; more are refused with 429", ENGINE)
     max_num_queued_tokens: int | None = setting(None, "prompt tokens that may wait (default: any number)", ENGINE)

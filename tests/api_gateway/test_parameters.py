@@ -25,6 +25,7 @@ DEFAULTS = [
     ("unheard_of", 1.0),
 ]
 TUNED = Limits(["demo"], ModelCard("demo", "d", 1000, 2048, DEFAULTS), 2048)
+CAPPED = Limits(["demo"], CARD, 2048, max_output_tokens=32)
 
 
 def completion(limits: Limits = LIMITS, **fields: Any) -> Any:
@@ -137,6 +138,42 @@ def test_the_models_max_tokens_is_applied_where_the_room_is_known() -> None:
 
 def test_no_defaults_without_a_card() -> None:
     assert params(completion(Limits(["demo"], None, None))).temperature == 1.0
+
+
+# -- the cap on outputs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [33, 2047, 2048, 2**31 - 1])
+def test_room_is_needed_for_a_capped_output_only(asked: int) -> None:
+    """Whatever is asked for counts as the cap: beside ids, for ``truncate_prompt_tokens``, and for ``min_tokens``."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        for fields in ({}, {"min_tokens": 33}, {"truncate_prompt_tokens": -1}):
+            for parse in (completion, chat):
+                made = params(parse(CAPPED, **{name: asked}, **fields))
+                assert (made.max_tokens, made.min_tokens) == (32, 32 if "min_tokens" in fields else 0)
+        completion(CAPPED, prompt=[5] * 2016, **{name: asked})
+        with pytest.raises(RequestError) as caught:
+            completion(CAPPED, prompt=[5] * 2017, **{name: asked})
+        assert caught.value.message == "max_tokens 32 + prompt 2017 > max_model_len 2048"
+
+
+def test_what_is_below_the_cap_or_left_out_stays() -> None:
+    for parse in (completion, chat):
+        assert params(parse(CAPPED, max_tokens=32)).max_tokens == 32
+        assert params(parse(CAPPED, max_tokens=5, min_tokens=5)).min_tokens == 5
+    assert params(completion(CAPPED)).max_tokens == 16
+    assert params(completion(CAPPED, echo=True, max_tokens=0)).max_tokens == 0
+    assert params(chat(CAPPED)).max_tokens is None
+    assert params(chat(CAPPED, min_tokens=99)).min_tokens == 32
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": -1}, {"max_tokens": 2**31}, {"max_tokens": 50, "min_tokens": 51}])
+def test_a_cap_makes_nothing_valid(fields: dict[str, Any]) -> None:
+    for parse in (completion, chat):
+        for limits in (LIMITS, CAPPED):
+            with pytest.raises(RequestError) as caught:
+                parse(limits, **fields)
+            assert caught.value.param == list(fields)[-1]
 
 
 # -- what is asked of tokens and prompts -----------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_what_waits_is_on_the_metrics_page(server: Any) -> None:
 # -- the cap on outputs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", [CAP + 1, 400, None])
+@pytest.mark.parametrize("asked", [CAP + 1, 400, 10 * CONTEXT, None])
 def test_an_output_ends_at_the_cap(server: Any, asked: int | None) -> None:
     message = {"messages": [{"role": "user", "content": "count"}], "ignore_eos": True, "max_tokens": asked}
     whole, stream = both(server, CHAT, {**message, "temperature": 0})
@@ -138,7 +138,7 @@ def test_each_choice_has_the_cap_for_itself(server: Any) -> None:
     [
         (CONTEXT, 1, "prompt", CONTEXT),
         (CONTEXT + 90, 1, "prompt", CONTEXT),
-        (20, CONTEXT, "max_tokens", CONTEXT),
+        (CONTEXT - CAP + 1, CONTEXT, "max_tokens", CONTEXT),
         (CONTEXT - 10, 20, "max_tokens", CONTEXT),
         (CAPACITY, 1, "prompt", CAPACITY),
         (CAPACITY - 10, 11, "max_tokens", CAPACITY),
