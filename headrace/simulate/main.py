@@ -115,6 +115,8 @@ def _once(argv: Sequence[str]) -> int:
 def _sweep(argv: Sequence[str], args: argparse.Namespace) -> int:
     """One simulation for each value; those that cannot run are said and left out."""
     name, values = args.sweep
+    for value in values:
+        parse_flags([*argv, sweep_flag(name, value)])  # no simulation before a value that ends the command
     done: list[tuple[str, Figures]] = []
     plan = None
     print(sweep_head(name))

@@ -14,6 +14,7 @@ DTYPE_BYTES = {"float32": 4, "float": 4}
 WORKSPACE_BYTES = 2 * GIB
 """Of a GPU: activations of the largest step, CUDA's context and its graphs."""
 CPU_CACHE_BYTES = GIB
+LEAST_BLOCKS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,8 +50,13 @@ def find_memory(settings: Settings, device: Device) -> Memory:
     Raises:
         StartupError: something is not known, or the weights leave too little.
     """
-    if settings.num_gpu_blocks_override is not None:
-        return Memory(settings.num_gpu_blocks_override, f"{settings.num_gpu_blocks_override:,} blocks, as given")
+    given = settings.num_gpu_blocks_override
+    if given is not None:
+        if given < LEAST_BLOCKS:
+            raise StartupError(
+                f"a KV cache has at least {LEAST_BLOCKS} blocks, one of them the null block, got {given}"
+            )
+        return Memory(given, f"{given:,} blocks, as given")
     per_token = device.kv_bytes_per_token
     if per_token is None:
         raise StartupError("what a token takes is not known: give --model, --kv-bytes-per-token or --num-gpu-blocks")
@@ -58,7 +64,7 @@ def find_memory(settings: Settings, device: Device) -> Memory:
         per_token //= 2
     cache, words = _cache_bytes(settings, device)
     num_blocks = cache // (per_token * settings.block_size)
-    if num_blocks < 2:
+    if num_blocks < LEAST_BLOCKS:
         raise StartupError(f"no KV cache fits: {words}")
     tokens = (num_blocks - 1) * settings.block_size
     return Memory(num_blocks, f"{words} = {tokens:,} tokens of {per_token:,} bytes")

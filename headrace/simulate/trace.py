@@ -18,6 +18,7 @@ import numpy as np
 
 from shared.errors import StartupError
 from shared.messages import Int32
+from shared.sampling import MAX_CHOICES
 
 MOONCAKE_BLOCK = 512
 """Tokens that one of ``hash_ids`` stands for."""
@@ -54,6 +55,8 @@ class TraceRequest:
     def __post_init__(self) -> None:
         if self.prompt < 1 or self.output < 1 or self.n < 1:
             raise ValueError("prompt, output and n must be at least 1")
+        if self.n > MAX_CHOICES:
+            raise ValueError(f"n must be at most {MAX_CHOICES}, got {self.n}")
         if max(self.prompt, self.output) > MOST_TOKENS:
             raise ValueError(f"prompt and output must be at most {MOST_TOKENS:,} tokens")
         if not math.isfinite(self.arrival_s):

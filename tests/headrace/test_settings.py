@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.config import GATEWAY, SERVICES, Settings, parse_settings
-from shared.setting_checks import KV_CACHE_DTYPES
+from shared.setting_checks import ABOVE_ZERO, AT_LEAST_ONE, KV_CACHE_DTYPES, NOT_NEGATIVE
 
 ISSUE_FLAGS = {
     "--model": "demo",
@@ -159,6 +159,25 @@ def test_sizes_in_host_memory(flag: str, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit):
             parse(flag, value)
         assert f"{flag} must be 0 or more, got {float(value)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        *((name, ("0", "-1"), "must be at least 1") for name in AT_LEAST_ONE),
+        *((name, ("-1",), "must be 0 or more") for name in NOT_NEGATIVE),
+        *((name, ("0", "-1", "nan", "inf"), "must be above 0") for name in ABOVE_ZERO),
+    ],
+)
+def test_numbers_that_nothing_can_work_with(
+    name: str, values: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert getattr(parse(f"{flag}=2"), name) == 2
+    for value in values:
+        with pytest.raises(SystemExit):
+            parse(f"{flag}={value}")
+        assert f"{flag} {words}, got {value}" in capsys.readouterr().err
 
 
 def test_swapping_needs_a_place(capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,6 +120,7 @@ def test_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--device", "cpu"], "has to come from --fit"),
         (["--fit", "/nowhere.jsonl"], "cannot be read"),
         (["--gpu-memory", "8"], "no KV cache fits"),
+        (["--num-gpu-blocks", "1"], "at least 2 blocks"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
 )
@@ -144,6 +145,14 @@ def test_a_value_of_a_sweep_that_cannot_run_is_left_out(capsys: pytest.CaptureFi
     assert small.split()[:5] == ["8", "no", "KV", "cache", "fits:"]
     assert large.split()[0] == "80"
     assert main([*QUICK, "--sweep", "gpu-memory=7,8"]) == 78
+
+
+def test_a_value_of_a_sweep_that_is_none_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*QUICK, "--sweep", "watermark=0.1,2"])
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--watermark must be in [0, 1), got 2.0" in err
 
 
 def test_nothing_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,7 @@ def test_fields_that_say_nothing(tmp_path: Path) -> None:
         ('{"arrival": 0, "prompt": 4, "output": 1}\n{"arrival": 0, "prompt": 4}\n', "line 2: 'output' is missing"),
         ('{"arrival": 0, "prompt": 0, "output": 1}\n', "line 1: prompt, output and n must be at least 1"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "max_tokens": 0}\n', "line 1: max_tokens must be at least 1"),
+        ('{"arrival": 0, "prompt": 4, "output": 1, "n": 129}\n', "line 1: n must be at most 128, got 129"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "prefix": [["a", 5]]}\n', "more tokens than the prompt, 4"),
         ('{"arrival": 0, "prompt": 4, "output": 1, "promt": 3}\n', "line 1: unknown field 'promt'"),
         ('{"arrival": 0, "prompt": 4 "output": 1}\n', "line 1: no JSON: .* at column 28"),
