@@ -279,6 +279,36 @@ def _leave_piece(
 
 
 @gluon.jit
+def _finish(
+    maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, item_ptr, head,
+    KV_HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, HAS_PIECES: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """What an item sums up to, in the layout of ``values``, and whether that is of a whole context."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, values.type.layout)
+    maximum, total = gl.convert_layout(maximum, row_layout), gl.convert_layout(total, row_layout)
+    is_whole = True
+    if HAS_PIECES:
+        is_whole = gl.load(item_ptr + 6) <= 1
+        if gl.load(item_ptr + 6) > 1:
+            total, values, is_whole = _leave_piece(
+                maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, item_ptr, head,
+                KV_HEADS, HEAD_DIM, HALF,
+            )  # fmt: skip
+    return total, values, is_whole
+
+
+@gluon.jit
+def _places(head, first_token, tokens, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, HALF: gl.constexpr):
+    """Where the elements of half a tile are in a token, of which tokens they are, and which of them exist."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    row = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, layout))
+    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, layout))
+    place = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
+    token = (first_token + row // GROUP).to(gl.int64)[:, None]
+    return place, token, (row // GROUP < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
+
+
+@gluon.jit
 def _attend_items(
     q_half, k_tiles, v_tiles, v_blocks, k_full, k_empty, v_full, v_empty, query_ptr, output_ptr, items_ptr, values_ptr,
     statistics_ptr, arrivals_ptr, scale, query_stride, output_stride,
@@ -288,10 +318,7 @@ def _attend_items(
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     weight_layout: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
-    io_layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    row = HALF * HALF_ROWS + gl.arange(0, HALF_ROWS, gl.SliceLayout(1, io_layout))
-    dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, io_layout))
     taken = 0
     if HALF == 1:
         _give_turn(HALF)
@@ -302,10 +329,8 @@ def _attend_items(
         first_token, tokens = gl.load(item_ptr + 1), gl.load(item_ptr + 2)
         first_position = gl.load(item_ptr + 3)
         begin, end = gl.load(item_ptr + 4), gl.load(item_ptr + 5)
-        place = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + dim[None, :]
-        global_token = (first_token + row // GROUP).to(gl.int64)[:, None]
-        is_element = (row // GROUP < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
-        query = gl.load(query_ptr + global_token * query_stride + place, is_element, other=0.0)
+        place, token, is_element = _places(head, first_token, tokens, GROUP, HEAD_DIM, HALF)
+        query = gl.load(query_ptr + token * query_stride + place, is_element, other=0.0)
         q_half.store(query)
         fence_async_shared()
 
@@ -350,19 +375,13 @@ def _attend_items(
         values = warpgroup_mma_wait(0, (values,))
         mbarrier.arrive(v_empty.index(stage), count=1)
 
-        maximum = gl.convert_layout(maximum, gl.SliceLayout(1, value_layout))
-        total = gl.convert_layout(total, gl.SliceLayout(1, value_layout))
-        if HAS_PIECES:
-            is_whole = gl.load(item_ptr + 6) <= 1
-            if gl.load(item_ptr + 6) > 1:
-                total, values, is_whole = _leave_piece(
-                    maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, item_ptr, head, KV_HEADS,
-                    HEAD_DIM, HALF,
-                )  # fmt: skip
-            is_element &= is_whole
+        total, values, is_whole = _finish(
+            maximum, total, values, values_ptr, statistics_ptr, arrivals_ptr, item_ptr, head,
+            KV_HEADS, HEAD_DIM, HAS_PIECES, HALF,
+        )  # fmt: skip
         result = values * (1.0 / gl.where(total > 0.0, total, 1.0))[:, None]
-        result = gl.convert_layout(result.to(output_ptr.dtype.element_ty), io_layout)
-        gl.store(output_ptr + global_token * output_stride + place, result, is_element)
+        result = gl.convert_layout(result.to(output_ptr.dtype.element_ty), place.type.layout)
+        gl.store(output_ptr + token * output_stride + place, result, is_element & is_whole)
     if HALF == 0:
         _take_turn(HALF)
 
