@@ -84,27 +84,11 @@ def hopper_prefill(
     rows = blocks * 2 * kv_heads * block_size
     panels = TensorDescriptor(cache, [rows, head_dim], [head_dim, 1], [block_size, PANEL.value], panel_layout())
     _hopper_prefill_kernel[(min(programs, (len(items) - 1) * kv_heads),)](
-        query,
-        panels,
-        output,
-        items,
-        block_tables,
-        workspace.values,
-        workspace.statistics,
-        workspace.arrivals,
-        scale * LOG2_E,
-        query.stride(0),
-        output.stride(0),
-        block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        STAGES=STAGES[head_dim],
-        HAS_PIECES=has_pieces,
-        num_warps=4,
-        maxnreg=REGISTERS,
-    )
+        query, panels, output, items, block_tables, workspace.values, workspace.statistics, workspace.arrivals,
+        scale * LOG2_E, query.stride(0), output.stride(0), block_tables.stride(0),
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, STAGES=STAGES[head_dim],
+        HAS_PIECES=has_pieces, num_warps=4, maxnreg=REGISTERS,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -210,6 +194,18 @@ def _clear_rest(v_blocks, stage, context, start, HEAD_DIM: gl.constexpr, BLOCK_S
         values = block.load(layout)
         block.store(gl.where((token < context)[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
+
+
+@gluon.jit
+def _first_scores(query, k_tiles, k_full, k_empty, taken, score_layout: gl.constexpr, STAGES: gl.constexpr):
+    """Of an item, of tile ``taken``."""
+    stage = taken % STAGES
+    mbarrier.wait(k_full.index(stage), taken // STAGES & 1)
+    scores = gl.zeros([HALF_ROWS, KEYS], gl.float32, score_layout)
+    scores = warpgroup_mma(query, k_tiles.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, (scores,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    return scores
 
 
 @gluon.jit
@@ -342,14 +338,10 @@ def _attend_items(
         maximum = gl.full([HALF_ROWS], float("-inf"), gl.float32, row_layout)
         total = gl.zeros([HALF_ROWS], gl.float32, row_layout)
         values = gl.zeros([HALF_ROWS, HEAD_DIM], gl.float32, value_layout)
-        stage, is_odd = taken % STAGES, taken // STAGES & 1
-        mbarrier.wait(k_full.index(stage), is_odd)
-        scores = gl.zeros([HALF_ROWS, KEYS], gl.float32, score_layout)
-        scores = warpgroup_mma(q_half, k_tiles.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, (scores,))
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        scores = _first_scores(q_half, k_tiles, k_full, k_empty, taken, score_layout, STAGES)
         if (end == context) & (context % BLOCK_SIZE != 0):
-            mbarrier.wait(v_full.index(stage), is_odd)
+            stage = taken % STAGES
+            mbarrier.wait(v_full.index(stage), taken // STAGES & 1)
             _clear_rest(v_blocks, stage, context, start, HEAD_DIM, BLOCK_SIZE)
         probabilities, maximum, total, _ = _softmax(scores, start, position, maximum, total, scale, True)
         taken += 1
