@@ -340,9 +340,8 @@ def _attend_items(
         values = gl.zeros([HALF_ROWS, HEAD_DIM], gl.float32, value_layout)
         scores = _first_scores(q_half, k_tiles, k_full, k_empty, taken, score_layout, STAGES)
         if (end == context) & (context % BLOCK_SIZE != 0):
-            stage = taken % STAGES
-            mbarrier.wait(v_full.index(stage), taken // STAGES & 1)
-            _clear_rest(v_blocks, stage, context, start, HEAD_DIM, BLOCK_SIZE)
+            mbarrier.wait(v_full.index(taken % STAGES), taken // STAGES & 1)
+            _clear_rest(v_blocks, taken % STAGES, context, start, HEAD_DIM, BLOCK_SIZE)
         probabilities, maximum, total, _ = _softmax(scores, start, position, maximum, total, scale, True)
         taken += 1
         masked_tiles = gl.maximum((start - masked_from) // KEYS, 0)
