@@ -171,7 +171,7 @@ class HostMemory:
         pairs: list[tuple[Block, HostBlock]] = []
         for block, copy in wanted:
             if copy is None:
-                if (copy := self._copy(block)) is None:
+                if pool.collides(block) or (copy := self._copy(block)) is None:
                     break
                 pairs.append((block, copy))
         self._send(pairs, blocks)

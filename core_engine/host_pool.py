@@ -81,6 +81,11 @@ class HostPool:
         host = self._by_digest.get(digest)
         return host if host is not None and host.ids == ids and host.parent == parent else None
 
+    def collides(self, block: Block) -> bool:
+        """Whether a copy of a block could not be found here, as another content has its name."""
+        named = self._by_digest.get(block.digest) if block.digest is not None else None
+        return named is not None and (named.ids != block.ids or named.parent != block.parent)
+
     def has(self, digest: bytes) -> bool:
         """Whether there is a complete copy of a block of this name."""
         host = self._by_digest.get(digest)

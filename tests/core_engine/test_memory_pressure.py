@@ -16,7 +16,11 @@ from shared.messages import FinishReason
 from tests.core_engine.simulation import VOCAB, Simulation
 from tests.core_engine.test_schedules import drive
 
-PREEMPTION: dict[str, dict[str, Any]] = {"recompute": {}}
+PREEMPTION: dict[str, dict[str, Any]] = {
+    "recompute": {},
+    "swap": {"num_host_blocks": 40, "swap_space": 1.0, "preemption_mode": "swap"},
+    "tier": {"num_host_blocks": 40, "kv_offloading_size": 1.0},
+}
 """What else the engine is told for each way in which a preempted sequence comes back."""
 
 WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 96}
@@ -35,7 +39,9 @@ def finish(simulation: Simulation) -> None:
     simulation.run()
     simulation.check_outputs()
     simulation.check_empty()
-    assert simulation.core.metrics.preemptions.value > 0
+    metrics, is_swapping = simulation.core.metrics, simulation.core.config.swap_space > 0.0
+    assert metrics.preemptions.value > 0
+    assert (metrics.swaps.value > 0) == is_swapping
 
 
 @pytest.mark.parametrize(("options", "n"), variants)
@@ -58,12 +64,13 @@ def test_many_with_common_prefixes(options: dict[str, Any], n: int) -> None:
     finish(simulation)
 
 
+@pytest.mark.parametrize("preemption", ["recompute", "tier"])
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
 @pytest.mark.parametrize("seed", range(3))
 def test_digests_that_collide_cost_hits_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, eviction: str, seed: int
+    monkeypatch: pytest.MonkeyPatch, eviction: str, seed: int, preemption: str
 ) -> None:
-    """A hash of eight bits: ids and parents are compared, and a prefix outlives its extensions."""
+    """A hash of eight bits: ids and parents are compared in both tiers, and a prefix outlives its extensions."""
     weak: Counter[bytes] = Counter()
 
     def digest(parent: bytes, ids: bytes) -> bytes:
@@ -72,10 +79,11 @@ def test_digests_that_collide_cost_hits_and_nothing_else(
         return found
 
     monkeypatch.setattr(kv_cache_manager, "block_digest", digest)
-    simulation = Simulation(28, eviction=eviction, max_num_batched_tokens=16)
+    simulation = Simulation(28, eviction=eviction, max_num_batched_tokens=16, **PREEMPTION[preemption])
     drive(simulation, seed, num_requests=120)
     assert max(weak.values()) > 1
     assert simulation.core.metrics.cache_hits.value > 0
+    assert (simulation.core.metrics.host_hits.value > 0) == (preemption == "tier")
 
 
 # -- times and counts --------------------------------------------------------------------------------------------------
