@@ -208,10 +208,12 @@ def _generation(
 def _best_of(values: Mapping[str, Any]) -> int:
     """How many choices of each prompt are generated."""
     n, best_of = values["n"], values["best_of"]
-    if best_of is None or values["use_beam_search"]:
+    if best_of is None:
         return int(n)
     if best_of < n:
         raise RequestError(f"best_of {best_of} must not be less than n {n}", "best_of")
+    if values["use_beam_search"]:
+        return int(n)
     if best_of > n and values["stream"]:
         raise RequestError("best_of must equal n with stream: true: the best are known at the end only", "best_of")
     return int(best_of)

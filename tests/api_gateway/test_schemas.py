@@ -157,6 +157,7 @@ def test_refuses_by_name(fields: dict[str, Any], param: str) -> None:
     ("fields", "param"),
     [
         ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 1, "n": 2, "use_beam_search": True}, "best_of"),
         ({"best_of": 129}, "best_of"),
         ({"best_of": 0}, "best_of"),
         ({"best_of": True}, "best_of"),
