@@ -258,8 +258,14 @@ class Child:
             ids, end = message.tokens[position : position + count].tolist(), message.ends[choice]
             position += count
             log = request.logs[choice]
-            if end is not None or ((ids or log.rows) and not (log.rows and log.has(message.known[choice]))):
-                old, log = log, Log(request, choice, ids, end)
+            old, known = log, message.known[choice]
+            if end is not None or ((ids or log.rows) and not (log.rows and log.has(known))):
+                log = Log(request, choice, ids, end)
+            elif log.lacks_records(known.count) and not log.failed:
+                # The parent needs these rows with their records: they are computed again.
+                log = Log(request, choice, log.ids[: known.count])
+                log.prompt = old.prompt
+            if log is not old:
                 old.live = False
                 request.logs[choice] = log
                 replaced.append((old, log))

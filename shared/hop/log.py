@@ -113,6 +113,10 @@ class Log:
         """Whether this log begins with the ids that ``known`` stands for."""
         return len(self.ids) >= known.count and self.digest_at(known.count) == known.digest
 
+    def lacks_records(self, first: int) -> bool:
+        """Whether token rows from ``first`` on were given, so that nobody but who gave them has their records."""
+        return any(not record for record in self.records[first:])
+
     def cut(self, tokens: int, end: End, last_piece: str = "") -> None:
         """Keep the first ``tokens`` token rows and end there (a stop string). Only rows that nobody was sent may go.
 

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from shared.errors import ErrorCode
 from shared.hop import ENGINE, TOKENIZER, Child, Parent, Timers, digest
 from shared.hop import outbox as outbox_module
 from shared.messages import Ack as AckMessage
@@ -14,6 +15,7 @@ from shared.messages import (
     AckEntry,
     Attempt,
     End,
+    ErrorInfo,
     FinishReason,
     Known,
     PromptInfo,
@@ -177,6 +179,59 @@ def test_after_a_restart_of_the_child_old_records_stay_and_new_ones_follow():
     hop.exchange()
     assert request.logs[0].records == [record_of(5), record_of(6), record_of(7)]
     assert request.logs[0].prompt == PROMPT
+
+
+class Owner(Hop):
+    """Notes which logs were replaced."""
+
+    def __init__(self, role):
+        super().__init__(role)
+        self.changes = []
+
+    def replaced(self, old, new):
+        assert (old.live, new.live) == (False, True)
+        self.changes.append((list(old.ids), list(new.ids)))
+
+    def submit(self, t, given, known, **params):
+        """A request, with the ids that its parent has and those that somebody knows."""
+        params = SamplingParams(logprobs=0, **params)
+        spec = TokenSpec(params, b"") if self.role is ENGINE else TextSpec(params, text="x")
+        counts, tokens = np.array([len(given)], np.int32), np.array(given, np.int32)
+        known = [Known(len(known), digest(known))]
+        self.child.receive(f"t/{t}", 9, Submit("r", Attempt(t, 1, 0), t, spec, counts, tokens, [None], known))
+        return self.child.requests["r"].logs[0]
+
+
+@pytest.mark.parametrize("role", [ENGINE, TOKENIZER])
+@pytest.mark.parametrize("over", [False, True])
+@pytest.mark.parametrize("known", range(6))
+def test_rows_whose_records_are_lost_are_computed_again(role, known, over):
+    """The first parent gave three rows and kept their records. It is gone, and the next one lacks some of them."""
+    owner = Owner(role)
+    first = owner.submit(1, [5, 6, 7], [5, 6, 7])
+    owner.changes.clear()
+    first.prompt = PROMPT
+    first.pieces = [""] * 3
+    owner.child.extend(first, [8, 9], [record_of(8), record_of(9)])
+    if over:
+        owner.child.finish(first, STOP)
+    log = owner.submit(2, [], [5, 6, 7, 8, 9][:known])
+    if known >= 3:
+        assert (log, owner.changes) == (first, [])
+        assert log.records == [b"", b"", b"", record_of(8), record_of(9)]
+    else:
+        assert owner.changes == [([5, 6, 7, 8, 9], [5, 6, 7][:known])]
+        assert (list(log.ids), log.records, log.end) == ([5, 6, 7][:known], [b""] * known, None)
+        assert log.prompt == PROMPT
+
+
+def test_an_error_needs_no_records():
+    owner = Owner(ENGINE)
+    log = owner.submit(1, [5, 6], [5, 6])
+    owner.changes.clear()
+    owner.child.fail(log.request, ErrorInfo(ErrorCode.INTERNAL, "it failed"))
+    assert owner.submit(2, [], []) is log
+    assert owner.changes == []
 
 
 def test_a_cut_takes_the_records_along():
