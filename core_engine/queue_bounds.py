@@ -62,7 +62,7 @@ class QueueBounds:
     def _free_seats(self, count: int, replicas: SequenceOf[Replica], max_num_seqs: int) -> int:
         """Seats for those that came since the last plan. There are none where somebody was left over by that: memory,
         or what a step may compute, holds newcomers up as well."""
-        if min(self._left_over, count):
+        if self._left_over and count:
             return 0
         open_ = (replica for replica in replicas if not replica.leaving and replica.reserved_for is None)
         return sum(max(max_num_seqs - replica.num_active, 0) for replica in open_)

@@ -356,7 +356,7 @@ def _hopper_prefill(
     except (ImportError, AttributeError) as error:
         log.warning("prefill attention without the kernel for Hopper: this Triton has another Gluon", error=str(error))
         return None
-    return hopper_prefill if can_run(shape.head_dim, shape.block_size, dtype, cache_dtype, device) else None
+    return hopper_prefill if can_run(shape.head_dim, shape.block_size, dtype, cache_dtype) else None
 
 
 def _runs(tokens: Int32) -> list[tuple[int, int]]:

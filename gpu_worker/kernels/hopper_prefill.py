@@ -8,8 +8,6 @@ keys of the next one are loaded while this one ends.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton.language as tl
 from triton.experimental import gluon
@@ -33,6 +31,8 @@ HALF_ROWS = gl.constexpr(HOPPER_ROWS // 2)
 """Of a group of warps."""
 PANEL = gl.constexpr(64)
 """Dimensions in 128 bytes, the width of a swizzled row of shared memory."""
+LAYOUT = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Of operands in shared memory, as TMA writes them."""
 STAGES = {64: 4, 128: 2}
 """Iterations whose keys and values are in shared memory, by head_dim."""
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -40,18 +40,9 @@ REGISTERS = 168
 """Of a thread, when the program begins: 12 warps take all that there are. Then most go to the groups that compute."""
 
 
-def can_run(head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is such a kernel for these shapes and the device."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return (
-        is_hopper and head_dim in STAGES and block_size in BLOCK_SIZES and dtype.itemsize == 2 and cache_dtype == dtype
-    )
-
-
-@functools.cache
-def panel_layout() -> gl.NVMMASharedLayout:
-    """Of what TMA writes."""
-    return gl.NVMMASharedLayout(128, 16, 2)
+def can_run(head_dim: int, block_size: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """Whether a GPU of Hopper has this kernel for these shapes."""
+    return head_dim in STAGES and block_size in BLOCK_SIZES and dtype.itemsize == 2 and cache_dtype == dtype
 
 
 def hopper_prefill(
@@ -82,7 +73,7 @@ def hopper_prefill(
     if len(items) == 1:
         return
     rows = blocks * 2 * kv_heads * block_size
-    panels = TensorDescriptor(cache, [rows, head_dim], [head_dim, 1], [block_size, PANEL.value], panel_layout())
+    panels = TensorDescriptor(cache, [rows, head_dim], [head_dim, 1], [block_size, PANEL.value], LAYOUT.value)
     _hopper_prefill_kernel[(min(programs, (len(items) - 1) * kv_heads),)](
         query, panels, output, items, block_tables, workspace.values, workspace.statistics, workspace.arrivals,
         scale * LOG2_E, query.stride(0), output.stride(0), block_tables.stride(0),
@@ -398,14 +389,13 @@ def _hopper_prefill_kernel(
     STAGES: gl.constexpr,
     HAS_PIECES: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     dtype: gl.constexpr = panels.dtype
-    queries = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, HEAD_DIM], layout)
+    queries = gl.allocate_shared_memory(dtype, [2, HALF_ROWS, HEAD_DIM], LAYOUT)
     BLOCKS: gl.constexpr = STAGES * (KEYS // BLOCK_SIZE) * (HEAD_DIM // PANEL)
-    k_blocks = gl.allocate_shared_memory(dtype, [BLOCKS, BLOCK_SIZE, PANEL], layout)
-    v_blocks = gl.allocate_shared_memory(dtype, [BLOCKS, BLOCK_SIZE, PANEL], layout)
-    k_tiles = k_blocks._reinterpret(dtype, [STAGES, KEYS, HEAD_DIM], layout)
-    v_tiles = v_blocks._reinterpret(dtype, [STAGES, KEYS, HEAD_DIM], layout)
+    k_blocks = gl.allocate_shared_memory(dtype, [BLOCKS, BLOCK_SIZE, PANEL], LAYOUT)
+    v_blocks = gl.allocate_shared_memory(dtype, [BLOCKS, BLOCK_SIZE, PANEL], LAYOUT)
+    k_tiles = k_blocks._reinterpret(dtype, [STAGES, KEYS, HEAD_DIM], LAYOUT)
+    v_tiles = v_blocks._reinterpret(dtype, [STAGES, KEYS, HEAD_DIM], LAYOUT)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

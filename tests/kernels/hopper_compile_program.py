@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from gpu_worker.kernels.hopper_prefill import REGISTERS, STAGES, _hopper_prefill_kernel, panel_layout
+from gpu_worker.kernels.hopper_prefill import LAYOUT, REGISTERS, STAGES, _hopper_prefill_kernel
 
 KV_HEADS, GROUP = 8, 4
 
@@ -27,7 +27,7 @@ constants = {
 }
 types = {
     "query_ptr": "*bf16",
-    "panels": f"tensordesc<bf16[{block_size}, 64],{panel_layout()!r}>",
+    "panels": f"tensordesc<bf16[{block_size}, 64],{LAYOUT.value!r}>",
     "output_ptr": "*bf16",
     "items_ptr": "*i32",
     "block_tables_ptr": "*i32",

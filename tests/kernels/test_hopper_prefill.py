@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpu_worker.attention.base import AttentionShape
+from gpu_worker.attention.triton_paged import _hopper_prefill
 from gpu_worker.kernels.compile_ahead import compiled_ahead
 from gpu_worker.kernels.hopper_prefill import BLOCK_SIZES, STAGES, can_run, hopper_prefill
 from gpu_worker.kernels.paged_prefill import HOPPER_KEYS, HOPPER_ROWS, make_prefill_workspace, prefill_config
@@ -76,7 +78,7 @@ def run(
         The pieces of contexts that were cut.
     """
     device = torch.device("cuda")
-    assert can_run(head_dim, block_size, dtype, dtype, device)
+    assert can_run(head_dim, block_size, dtype, dtype)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     workspace = make_prefill_workspace(kv_heads, num_sms, device)
     workspace.values.fill_(torch.nan)
@@ -160,8 +162,12 @@ def test_a_graph_takes_what_items_it_finds() -> None:
 
 
 def test_what_it_is_chosen_for() -> None:
-    bfloat16, cpu = torch.bfloat16, torch.device("cpu")
-    assert not can_run(128, 16, bfloat16, bfloat16, cpu)
+    bfloat16, shape = torch.bfloat16, AttentionShape(32, 8, 128, 16)
+    assert _hopper_prefill(shape, bfloat16, bfloat16, torch.device("cpu")) is None
+    assert can_run(128, 16, bfloat16, bfloat16)
+    assert not can_run(128, 16, bfloat16, torch.float8_e4m3fn)
+    assert not can_run(80, 16, bfloat16, bfloat16)
+    assert not can_run(128, 48, bfloat16, bfloat16)
     config = prefill_config(128, bfloat16, 4480, 4480, 8, 132, has_hopper=True)
     assert (config.is_hopper, config.rows, config.piece_keys) == (True, HOPPER_ROWS, HOPPER_KEYS)
     assert not prefill_config(128, bfloat16, 64, 4480, 8, 132, has_hopper=True).is_hopper
