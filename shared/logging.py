@@ -18,7 +18,7 @@ def setup_logging(service: str, level: str = "info", style: str = "console") -> 
     """
     structlog.configure(
         **_configuration(level, style),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service)
@@ -27,7 +27,7 @@ def setup_logging(service: str, level: str = "info", style: str = "console") -> 
 
 def own_logger(service: str, level: str = "info", style: str = "console") -> structlog.stdlib.BoundLogger:
     """A logger like that of ``setup_logging`` for a part of somebody else's program, whose set-up is left alone."""
-    logger = structlog.wrap_logger(structlog.PrintLogger(sys.stderr), **_configuration(level, style), service=service)
+    logger = structlog.wrap_logger(structlog.WriteLogger(sys.stderr), **_configuration(level, style), service=service)
     return cast(structlog.stdlib.BoundLogger, logger)
 
 
