@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from typing import Any
 
 from api_gateway.logprobs import LogprobsOfChoice, logprobs_of_choice
-from api_gateway.request_log import ChoiceLog, PromptLog
+from api_gateway.request_log import ChoiceLog, Position, PromptLog
 from api_gateway.schemas import GenerationRequest
 
 
@@ -36,6 +37,13 @@ class ChoiceOutput:
             return True
         return not self.choice.behind and (not self._echo or self._prompt.info is not None)
 
+    @property
+    def position(self) -> Position:
+        """What was taken."""
+        position = self.choice.position
+        offset = None if self._logprobs is None else self._logprobs.offset
+        return position if offset is None else dataclasses.replace(position, offset=offset)
+
     def take(self) -> tuple[str, array[int], dict[str, Any] | None]:
         """The text, the ids and the ``logprobs`` that are new. Only when ``ready``."""
         choice = self.choice
@@ -57,7 +65,6 @@ class ChoiceOutput:
         resumed = self.choice.resumed
         if resumed is not None and resumed.begun:
             if self._logprobs is not None:
-                rows, count = self.choice.rows, resumed.tokens
-                self._logprobs.skip(rows.records[:count], "".join(rows.pieces[:count]))
+                self._logprobs.resume(resumed.offset)
             return ""
         return "" if echoed is None else echoed.text

@@ -11,7 +11,7 @@ from api_gateway.choice_output import ChoiceOutput
 from api_gateway.errors import error_object_of
 from api_gateway.event_ids import EventIds
 from api_gateway.event_stream import EventStream
-from api_gateway.request_log import ChoiceLog, Position, Usage
+from api_gateway.request_log import Position, Usage
 from api_gateway.sse import DONE, ChunkFormat, event
 
 if TYPE_CHECKING:
@@ -93,13 +93,13 @@ class ChunkSender:
         usage = self._usage() if request.continuous_usage else None
         wanted = text or logprobs is not None or (ids and (usage is not None or request.shown.token_ids))
         if wanted and (request.kind == "chat" or not ending):
-            self._put(parts, self._format.text(index, text, ids, usage, logprobs), choice)
+            self._put(parts, self._format.text(index, text, ids, usage, logprobs), output)
             text, ids, logprobs = "", array("i"), None
         if ending:
             choice.end_sent = True
             reason = choice.finish_reason or "stop"
             chunk = self._format.finish(index, reason, choice.stop_reason, text, ids, usage, logprobs)
-            self._put(parts, chunk, choice, ended=True)
+            self._put(parts, chunk, output, ended=True)
 
     def _put_role(self, index: int, parts: list[bytes]) -> None:
         role = self._format.role(index, self._usage() if self._generation.request.continuous_usage else None)
@@ -108,10 +108,10 @@ class ChunkSender:
             parts.append(self._ids.line())
         parts.append(role)
 
-    def _put(self, parts: list[bytes], chunk: bytes, choice: ChoiceLog, *, ended: bool = False) -> None:
+    def _put(self, parts: list[bytes], chunk: bytes, output: ChoiceOutput, *, ended: bool = False) -> None:
         """Add a chunk that brings all that was taken of a choice, and its id."""
         if self._ids is not None:
-            self._ids.move(choice.index, dataclasses.replace(choice.position, ended=ended))
+            self._ids.move(output.choice.index, dataclasses.replace(output.position, ended=ended))
             parts.append(self._ids.line())
         parts.append(chunk)
 

@@ -2,8 +2,9 @@
 
 An id is ``head + place`` in URL-safe base64 without padding. The head (12 bytes) is the same in a whole stream: the
 version, the answer's time, and a check over everything that names the request. The place is a row of LEB128 numbers: 1
-if the usage chunk was sent; for each choice ``tokens << 3 | flags`` and, if there are tokens, the digest over their ids
-(``shared.hop.digest``); with ``include_usage``, for each prompt its length and how much of it was cached.
+if the usage chunk was sent; for each choice ``tokens << 4 | flags``, if there are tokens the digest over their ids
+(``shared.hop.digest``), and if offsets are shown the next one: characters, number of bytes, the bytes; with
+``include_usage``, for each prompt its length and how much of it was cached.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import dataclasses
 import struct
 from collections.abc import Sequence
 
-from api_gateway.request_log import ChoiceLog, Position, PromptLog
+from api_gateway.request_log import ChoiceLog, Position, PromptLog, TextOffset
 from shared.hop.log import DIGEST_BYTES
 
-VERSION = 1
+VERSION = 2
 CHECK_BYTES = 7
 MAX_NUMBER = 2**31 - 1
 _HEAD = struct.Struct(f"<BI{CHECK_BYTES}s")
-_BEGUN, _TAIL, _ENDED = 1, 2, 4
+_BEGUN, _TAIL, _ENDED, _OFFSET = 1, 2, 4, 8
+_MAX_BEGUN = 3
+"""Bytes of a character without its last one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,7 +104,12 @@ def parse_event_id(text: str, check: bytes, *, choices: int, prompts: int, with_
 
 def _pack(position: Position) -> bytes:
     flags = _BEGUN * position.begun | _TAIL * position.tail | _ENDED * position.ended
-    return _number(position.tokens << 3 | flags) + (position.digest if position.tokens else b"")
+    made = position.digest if position.tokens else b""
+    if position.offset is not None:
+        flags |= _OFFSET
+        characters, begun = position.offset
+        made += _number(characters) + _number(len(begun)) + begun
+    return _number(position.tokens << 4 | flags) + made
 
 
 def _number(value: int) -> bytes:
@@ -132,14 +140,25 @@ class _Reader:
 
     def position(self) -> Position:
         number = self.number()
-        tokens, flags = number >> 3, number & 7
+        tokens, flags = number >> 4, number & 15
         if tokens > MAX_NUMBER:
             raise ValueError("too many tokens")
         found = Position(begun=bool(flags & _BEGUN), tail=bool(flags & _TAIL), ended=bool(flags & _ENDED))
-        if not tokens:
-            return found
-        digest = self._data[self.offset : self.offset + DIGEST_BYTES]
-        self.offset += DIGEST_BYTES
-        if len(digest) != DIGEST_BYTES:
-            raise ValueError("a digest is cut")
-        return dataclasses.replace(found, tokens=tokens, digest=digest)
+        if tokens:
+            found = dataclasses.replace(found, tokens=tokens, digest=self._bytes(DIGEST_BYTES))
+        if flags & _OFFSET:
+            found = dataclasses.replace(found, offset=self._text_offset())
+        return found
+
+    def _text_offset(self) -> TextOffset:
+        characters, begun = self.number(), self.number()
+        if begun > _MAX_BEGUN:
+            raise ValueError("a character is too long")
+        return TextOffset(characters, self._bytes(begun))
+
+    def _bytes(self, count: int) -> bytes:
+        found = self._data[self.offset : self.offset + count]
+        self.offset += count
+        if len(found) != count:
+            raise ValueError("it is cut")
+        return found

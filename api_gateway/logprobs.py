@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from api_gateway.parameters import Shown
+from api_gateway.request_log import TextOffset
 from shared.logprobs import Logprobs, TokenLogprob, unpack_text
 from shared.messages import PromptInfo
 
@@ -33,8 +34,12 @@ class LogprobsOfChoice(Protocol):
     def take(self) -> dict[str, Any] | None:
         """What was added since the last call, as the ``logprobs`` of a choice; None: nothing."""
 
-    def skip(self, records: Sequence[bytes], text: str) -> None:
-        """Token rows that were shown before, with their text; b"" stands for a record that nobody has any more."""
+    @property
+    def offset(self) -> TextOffset | None:
+        """Where the next token begins; None: these do not tell."""
+
+    def resume(self, offset: TextOffset | None) -> None:
+        """All before the token that begins there was shown, an echoed prompt too. Called before the first ``add``."""
 
 
 class CompletionLogprobs:
@@ -90,12 +95,14 @@ class CompletionLogprobs:
         self._clear()
         return taken
 
-    def skip(self, records: Sequence[bytes], text: str) -> None:
-        if all(records):
-            self.add(records)
-        else:
-            self._offsets = _Offsets(self._offsets.characters + len(text))
+    @property
+    def offset(self) -> TextOffset:
+        return self._offsets.offset
+
+    def resume(self, offset: TextOffset | None) -> None:
         self._clear()
+        if offset is not None:
+            self._offsets = _Offsets(*offset)
 
     def _add_entry(self, entry: Logprobs) -> None:
         token, logprob = entry.token, finite(entry.token.logprob)
@@ -143,8 +150,11 @@ class ChatLogprobs:
         content, self._content = self._content, []
         return {"content": content, "refusal": None}
 
-    def skip(self, records: Sequence[bytes], text: str) -> None:
+    @property
+    def offset(self) -> None:
         """Nothing in a chat's objects depends on those before."""
+
+    def resume(self, offset: TextOffset | None) -> None: ...
 
     def _token(self, token: TokenLogprob) -> dict[str, Any]:
         return {
@@ -177,10 +187,15 @@ def logprobs_of_choice(*, chat: bool, shown: Shown, echoed: PromptInfo | None) -
 class _Offsets:
     """Where tokens begin, in characters."""
 
-    def __init__(self, start: int) -> None:
+    def __init__(self, start: int, begun: bytes = b"") -> None:
         self.characters = start
         """Whole characters so far."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.setstate((begun, 0))
+
+    @property
+    def offset(self) -> TextOffset:
+        return TextOffset(self.characters, self._decoder.getstate()[0])
 
     def next(self, token: bytes) -> int:
         begin = self.characters

@@ -9,11 +9,21 @@ from __future__ import annotations
 import dataclasses
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from shared.hop import Log, Request, digest
 from shared.messages import End, FinishReason, Known, PromptInfo
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+
+
+class TextOffset(NamedTuple):
+    """Where the next token of a choice begins, by what the tokens before it stand for."""
+
+    characters: int
+    """Whole ones before it, an echoed prompt included."""
+    begun: bytes
+    """The first bytes of a character whose last ones are still to come."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +40,8 @@ class Position:
     """It has the text of the END row."""
     ended: bool = False
     """It has the finish chunk."""
+    offset: TextOffset | None = None
+    """Of its next token, where tokens are shown with their offsets."""
 
     @property
     def rows(self) -> int:
@@ -114,7 +126,7 @@ class ChoiceLog:
 
     @property
     def position(self) -> Position:
-        """What was delivered, a finish chunk aside."""
+        """What was delivered, a finish chunk and the offset aside."""
         tokens = min(self.sent_rows, len(self.rows.ids))
         return Position(tokens, self.rows.digest_at(tokens), True, self.sent_rows > tokens)
 

@@ -262,9 +262,8 @@ class Child:
             if end is not None or ((ids or log.rows) and not (log.rows and log.has(known))):
                 log = Log(request, choice, ids, end)
             elif log.lacks_records(known.count) and not log.failed:
-                # The parent needs these rows with their records: they are computed again, and those before them where
-                # that gives the same, since the places of characters that tokens share need them as well.
-                log = Log(request, choice, () if self._recompute else log.ids[: known.count])
+                # The parent needs these rows with their records: they are computed again.
+                log = Log(request, choice, log.ids[: known.count])
                 log.prompt = old.prompt
             if log is not old:
                 old.live = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import codecs
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -11,10 +12,10 @@ from typing import Any
 
 import aiohttp
 import pytest
-from fake_tokenizer import until
+from fake_tokenizer import Script, Token, until
 
 from api_gateway.event_ids import EventIds, parse_event_id
-from api_gateway.request_log import ChoiceLog, Position
+from api_gateway.request_log import ChoiceLog, Position, TextOffset
 from shared.errors import ErrorCode
 from shared.hop import Request, digest
 from shared.messages import End, ErrorInfo, FinishReason, TextSpec
@@ -118,6 +119,32 @@ async def test_after_any_event_the_rest_comes_at_another_gateway(serve: Any, bod
             got["names"] = expected["names"]
         assert got == expected, count
     assert len(first.tokenizer.requests) == (2 if isinstance(body.get("prompt"), list) else 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"stop": ["never"]}, {"echo": True}], ids=["plain", "held", "echo"])
+async def test_offsets_go_on_without_the_records_before(serve: Any, options: dict[str, Any]) -> None:
+    """Who gave the rows to a new tokenizer had their records, and is gone; tokens begin within characters."""
+    first = await serve()
+    second = await serve(tokenizers=0, tokenizer_endpoint=[first.tokenizer.endpoint])
+    parts = ["é".encode(), *(bytes([byte]) for byte in "🫠€".encode()), b"x", b"\xf0\x9f", b"y", "zü".encode(), b"."]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pieces = [decoder.decode(part) for part in parts]
+    if "stop" in options:
+        pieces = ["", *pieces[:-2], "".join(pieces[-2:])]
+    first.tokenizer.scripts["faces"] = Script(
+        [Token(number, part, piece) for number, (part, piece) in enumerate(zip(parts, pieces, strict=True))]
+    )
+    body = TEXT | STREAMED | {"prompt": "faces", "max_tokens": 20, "logprobs": 1, "return_token_ids": True} | options
+    events = await whole(first, body, asking("mine"))
+    expected = joined(events)
+    assert expected["text"][0].endswith("é🫠€x\ufffdyzü.")
+    (log,) = first.tokenizer.requests[0].logs
+    for count in range(1, len(events)):
+        shown = len(joined(events[:count])["ids"].get(0, []))
+        log.records[:shown] = [b""] * shown
+        rest = await whole(second, body, asking("mine", events[count - 1][0]))
+        assert joined([*events[:count], *rest]) == expected, count
+    assert first.tokenizer.requests[0].logs == [log]
 
 
 async def test_counts_go_on_with_continuous_usage(serve: Any) -> None:
@@ -288,12 +315,14 @@ class TestEventIds:
         positions = [
             Position(tokens, digest(range(3)) if tokens else digest(()), True, True, False),
             Position(ended=True, begun=True),
+            Position(tokens, digest(range(3)) if tokens else digest(()), True, offset=TextOffset(70_000, b"\xf0\x9f")),
+            Position(begun=True, offset=TextOffset(0, b"")),
         ]
-        ids = EventIds(CHECK, 1_800_000_000, choices(2), ())
+        ids = EventIds(CHECK, 1_800_000_000, choices(4), ())
         for index, position in enumerate(positions):
             ids.move(index, position)
         ids.usage()
-        place = parse_event_id(text_of(ids), CHECK, choices=2, prompts=1, with_usage=False)
+        place = parse_event_id(text_of(ids), CHECK, choices=4, prompts=1, with_usage=False)
         assert (place.created, place.positions, place.usage_sent) == (1_800_000_000, positions, True)
 
     def test_every_broken_id_is_an_error_in_words(self) -> None:
@@ -301,7 +330,14 @@ class TestEventIds:
         ids.move(0, Position(5, digest(range(5)), True))
         text = text_of(ids)
         assert len(text) < 45
-        for broken in [text[:cut] for cut in range(len(text))] + [text + "AAAA", "ü", "a b", "//" + text, "9" * 8000]:
+        ids.move(0, Position(5, digest(range(5)), True, offset=TextOffset(9, b"\xf0\x9f\xab")))
+        text = text_of(ids)
+        assert len(text) < 52
+        data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        longer = base64.urlsafe_b64encode(data.replace(b"\3\xf0\x9f\xab", b"\4\xf0\x9f\xab\xa0")).decode().rstrip("=")
+        assert longer != text
+        cuts = [text[:cut] for cut in range(len(text))]
+        for broken in [*cuts, longer, text + "AAAA", "ü", "a b", "//" + text, "9" * 8000]:
             with pytest.raises((ValueError, LookupError)):
                 parse_event_id(broken, CHECK, choices=1, prompts=1, with_usage=False)
         with pytest.raises(LookupError):

@@ -51,8 +51,6 @@ class Hop:
             children=["C"],
         )
 
-    recompute = True
-
     def new_child(self, role):
         return Child(
             send=lambda peer, message: self.up.append(message) or True,
@@ -60,7 +58,7 @@ class Hop:
             timers=Timers(),
             events=self,
             role=role,
-            recompute=self.recompute,
+            recompute=True,
         )
 
     def begin(self, request):
@@ -186,8 +184,7 @@ def test_after_a_restart_of_the_child_old_records_stay_and_new_ones_follow():
 class Owner(Hop):
     """Notes which logs were replaced."""
 
-    def __init__(self, role, recompute=True):
-        self.recompute = recompute
+    def __init__(self, role):
         super().__init__(role)
         self.changes = []
 
@@ -205,12 +202,12 @@ class Owner(Hop):
         return self.child.requests["r"].logs[0]
 
 
-@pytest.mark.parametrize(("role", "recompute"), [(ENGINE, True), (ENGINE, False), (TOKENIZER, True)])
+@pytest.mark.parametrize("role", [ENGINE, TOKENIZER])
 @pytest.mark.parametrize("over", [False, True])
 @pytest.mark.parametrize("known", range(6))
-def test_rows_whose_records_are_lost_are_computed_again(role, recompute, known, over):
+def test_rows_whose_records_are_lost_are_computed_again(role, known, over):
     """The first parent gave three rows and kept their records. It is gone, and the next one lacks some of them."""
-    owner = Owner(role, recompute)
+    owner = Owner(role)
     first = owner.submit(1, [5, 6, 7], [5, 6, 7])
     owner.changes.clear()
     first.prompt = PROMPT
@@ -223,9 +220,8 @@ def test_rows_whose_records_are_lost_are_computed_again(role, recompute, known, 
         assert (log, owner.changes) == (first, [])
         assert log.records == [b"", b"", b"", record_of(8), record_of(9)]
     else:
-        kept = 0 if recompute else known
-        assert owner.changes == [([5, 6, 7, 8, 9], [5, 6, 7][:kept])]
-        assert (list(log.ids), log.records, log.end) == ([5, 6, 7][:kept], [b""] * kept, None)
+        assert owner.changes == [([5, 6, 7, 8, 9], [5, 6, 7][:known])]
+        assert (list(log.ids), log.records, log.end) == ([5, 6, 7][:known], [b""] * known, None)
         assert log.prompt == PROMPT
 
 
