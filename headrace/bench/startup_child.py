@@ -22,23 +22,25 @@ def main(task: str) -> int:
     """Run it; returns an exit code."""
     watch_parent()
     asked = json.loads(task)
-    _say(PROCESS_UP)
+    _say(phase=PROCESS_UP)
     try:
         llm = LLM.from_settings(Settings(**asked["settings"]), skip_tokenizer_init=asked["skip_tokenizer_init"])
     except StartupError as error:
-        print(json.dumps({"reason": str(error)}), flush=True)
+        _say(reason=str(error))
         return EXIT_CONFIG
     with llm:
-        _say(READY)
+        _say(phase=READY)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1, detokenize=False)
         for _ in llm.stream({"prompt_token_ids": asked["prompt"]}, params):
-            _say(FIRST_TOKEN)
-    _say(STOPPED)
+            _say(phase=FIRST_TOKEN)
+    _say(phase=STOPPED)
     return EXIT_OK
 
 
-def _say(phase: str) -> None:
-    print(json.dumps({"phase": phase}), flush=True)
+def _say(**what: str) -> None:
+    """In one write, since the processes of the engine write their logs to the same place."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

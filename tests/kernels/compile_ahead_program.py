@@ -6,6 +6,7 @@ Prints a JSON object a line for each thing that it did.
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from typing import Any
 
@@ -19,7 +20,9 @@ from gpu_worker.kernels.compile_ahead import compiled_ahead
 
 
 def say(**what: Any) -> None:
-    print(json.dumps(what), flush=True)
+    """In one write, since threads speak beside each other."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
 
 
 class Launcher:
