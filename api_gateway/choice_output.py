@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from array import array
 from typing import Any
 
 from api_gateway.logprobs import LogprobsOfChoice, logprobs_of_choice
-from api_gateway.request_log import ChoiceLog, Position, PromptLog
+from api_gateway.request_log import ChoiceLog, PromptLog, TextOffset
 from api_gateway.schemas import GenerationRequest
 
 
@@ -38,11 +37,9 @@ class ChoiceOutput:
         return not self.choice.behind and (not self._echo or self._prompt.info is not None)
 
     @property
-    def position(self) -> Position:
-        """What was taken."""
-        position = self.choice.position
-        offset = None if self._logprobs is None else self._logprobs.offset
-        return position if offset is None else dataclasses.replace(position, offset=offset)
+    def offset(self) -> TextOffset | None:
+        """Of the token after those that were taken, where tokens are shown with their offsets."""
+        return None if self._logprobs is None else self._logprobs.offset
 
     def take(self) -> tuple[str, array[int], dict[str, Any] | None]:
         """The text, the ids and the ``logprobs`` that are new. Only when ``ready``."""

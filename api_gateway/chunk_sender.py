@@ -111,7 +111,8 @@ class ChunkSender:
     def _put(self, parts: list[bytes], chunk: bytes, output: ChoiceOutput, *, ended: bool = False) -> None:
         """Add a chunk that brings all that was taken of a choice, and its id."""
         if self._ids is not None:
-            self._ids.move(output.choice.index, dataclasses.replace(output.position, ended=ended))
+            choice = output.choice
+            self._ids.move(choice.index, dataclasses.replace(choice.position, ended=ended, offset=output.offset))
             parts.append(self._ids.line())
         parts.append(chunk)
 

@@ -115,7 +115,7 @@ class ChoiceLog:
         start, rows = self.resumed, self.rows
         if start is None:
             return False
-        if rows.recorded and b"" in rows.records[self.sent_rows :]:
+        if rows.lacks_records(self.sent_rows):
             return True
         if self._verified:
             return False

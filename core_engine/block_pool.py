@@ -25,6 +25,8 @@ from typing import NamedTuple
 from core_engine.block import Block, BlockList
 from core_engine.eviction import POLICIES
 
+LEAST_BLOCKS = 2
+"""Of a pool: the null block and one more."""
 NUM_SHARDS = 16
 """With more of them a million entries are slower to look up, with fewer they are longer to rebuild: 4 ms with 16."""
 
@@ -44,7 +46,7 @@ class BlockPool:
     """Blocks 0..num_blocks-1 of one worker's KV cache."""
 
     def __init__(self, num_blocks: int, eviction: str = "lru") -> None:
-        if num_blocks < 2:
+        if num_blocks < LEAST_BLOCKS:
             raise ValueError(f"a KV pool needs the null block and one more, got {num_blocks}")
         self.num_blocks = num_blocks
         self._blocks = [Block(0)]

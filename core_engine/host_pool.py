@@ -83,8 +83,10 @@ class HostPool:
 
     def collides(self, block: Block) -> bool:
         """Whether a copy of a block could not be found here, as another content has its name."""
-        named = self._by_digest.get(block.digest) if block.digest is not None else None
-        return named is not None and (named.ids != block.ids or named.parent != block.parent)
+        digest = block.digest
+        if digest is None or digest not in self._by_digest:
+            return False
+        return self.find(digest, block.parent, block.ids) is None
 
     def has(self, digest: bytes) -> bool:
         """Whether there is a complete copy of a block of this name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from core_engine.block_pool import LEAST_BLOCKS
 from core_engine.host_memory import HostMemorySpec
 from headrace.simulate.device import GIB, Device
 from shared.config import Settings
@@ -14,7 +15,6 @@ DTYPE_BYTES = {"float32": 4, "float": 4}
 WORKSPACE_BYTES = 2 * GIB
 """Of a GPU: activations of the largest step, CUDA's context and its graphs."""
 CPU_CACHE_BYTES = GIB
-LEAST_BLOCKS = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

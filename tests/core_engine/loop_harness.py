@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import wait_until
 
 from core_engine.engine import Engine
 from shared.config import Settings
@@ -57,12 +60,7 @@ def hello(role: str, name: str = "test") -> Hello:
     return Hello(role, name, OLDEST_PROTOCOL, PROTOCOL_VERSION, True, None)
 
 
-def until(condition: Callable[[], Any], seconds: float = 20.0, meanwhile: Callable[[], Any] = lambda: None) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        meanwhile()
-        time.sleep(0.002)
+until = functools.partial(wait_until, every_s=0.002)
 
 
 class RunningEngine:
@@ -251,6 +249,14 @@ class FrontEnd:
         self.parent.place(request, spec, Attempt(1, self.boot, 0))
         return request
 
+    def submit_with_rows(self, rid: str, spec: TokenSpec, rows: dict[int, list[int]]) -> HopRequest:
+        """As a tokenizer that has rows of some choices already, from an engine or a tokenizer that is gone."""
+        request = self.all[rid] = HopRequest(rid, spec)
+        for choice, ids in rows.items():
+            request.logs[choice].grow(ids, [])
+        self.parent.place(request, spec, Attempt(2, self.boot, 0))
+        return request
+
     def turn(self) -> None:
         now = time.monotonic()
         if now - self._beat > BEAT_S and self.link.send(hello("tokenizer_service")):
@@ -266,7 +272,7 @@ class FrontEnd:
         self.parent.tick()
 
     def wait(self, condition: Callable[[], Any], seconds: float = 20.0) -> None:
-        until(condition, seconds, self.turn)
+        until(condition, seconds, meanwhile=self.turn)
 
     def wait_ready(self) -> None:
         self.wait(lambda: self.hello is not None and self.hello.ready)
@@ -289,3 +295,17 @@ class FrontEnd:
 
     def superseded(self, request: HopRequest, live: Attempt) -> None:
         self.superseded_ids.add(request.rid)
+
+
+@contextmanager
+def two_front_ends(running: RunningEngine) -> Iterator[tuple[Engine, WorkerThread, FrontEnd, FrontEnd]]:
+    """An engine with a worker, a tokenizer whose requests another one takes over, and that other one, all ready."""
+    with (
+        running as engine,
+        WorkerThread(running.workers) as worker,
+        FrontEnd(running.front) as gone,
+        FrontEnd(running.front) as front,
+    ):
+        gone.wait_ready()
+        front.wait_ready()
+        yield engine, worker, gone, front

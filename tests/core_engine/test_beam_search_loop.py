@@ -15,9 +15,9 @@ import pytest
 from core_engine.request import Request, stop_ids_of
 from shared.errors import ErrorCode
 from shared.hop import Request as HopRequest
-from shared.messages import FINISHED, Abort, Ack, AckEntry, Attempt, FinishReason, TokenSpec
+from shared.messages import FINISHED, Abort, Ack, AckEntry, FinishReason, TokenSpec
 from shared.sampling import SamplingParams
-from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread
+from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, two_front_ends
 from tests.core_engine.simulation import EOS_IDS
 from tests.core_engine.test_beam_search import naive
 from tests.core_engine.test_engine_loop import check_at_rest, prompt
@@ -53,35 +53,18 @@ def started(worker: WorkerThread, front: FrontEnd, num_steps: int) -> None:
     front.wait(lambda: len(worker.executed) >= num_steps)
 
 
-def submit_with_rows(front: FrontEnd, rid: str, spec: TokenSpec, rows: dict[int, list[int]]) -> HopRequest:
-    """As a tokenizer that has some rows already, from an engine or a tokenizer that is gone."""
-    request = HopRequest(rid, spec)
-    for choice, ids in rows.items():
-        request.logs[choice].grow(ids, [])
-    front.all[rid] = request
-    front.parent.place(request, spec, Attempt(2, front.boot, 0))
-    return request
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 6])
 @pytest.mark.parametrize("rows", [(), (1,), (0, 1)])
 def test_another_tokenizer_submits_a_search_again(tmp_path: Path, num_steps: int, rows: tuple[int, ...]) -> None:
     """It goes on, or begins again, from the rows that this one has."""
     running = RunningEngine(tmp_path, max_num_seqs=3)
-    with (
-        running as engine,
-        WorkerThread(running.workers) as worker,
-        FrontEnd(running.front) as gone,
-        FrontEnd(running.front) as front,
-    ):
-        gone.wait_ready()
-        front.wait_ready()
+    with two_front_ends(running) as (engine, worker, gone, front):
         before = gone.submit(prompt(9, 3), "search", **SEARCH)
         started(worker, gone, num_steps)
         found = expected(before)
         assert isinstance(before.spec, TokenSpec)
         with held(worker):
-            request = submit_with_rows(front, "search", before.spec, {row: found[row][0][: 3 + row] for row in rows})
+            request = front.submit_with_rows("search", before.spec, {row: found[row][0][: 3 + row] for row in rows})
             front.wait(lambda: "search" in front.accepted_ids)
         front.wait_over()
         check(request)
@@ -93,7 +76,7 @@ def test_rows_that_are_not_found_again_are_told(tmp_path: Path) -> None:
     spec = TokenSpec(SamplingParams(**SEARCH), np.array(prompt(9), np.int32).tobytes())
     with running as engine, WorkerThread(running.workers), FrontEnd(running.front) as front:
         front.wait_ready()
-        request = submit_with_rows(front, "search", spec, {0: [1, 1, 1]})
+        request = front.submit_with_rows("search", spec, {0: [1, 1, 1]})
         front.wait_over()
         errors = [log.end.error for log in request.logs if log.end is not None and log.end.error is not None]
         assert {error.code for error in errors} == {ErrorCode.LOST}

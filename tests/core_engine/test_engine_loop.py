@@ -15,7 +15,7 @@ from shared.errors import ErrorCode, StartupError
 from shared.hop import Request as HopRequest
 from shared.messages import FINISHED, Abort, Ack, AckEntry, Attempt, Epoch, FinishReason, StepResult
 from shared.transport import Connector
-from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, hello, until
+from tests.core_engine.loop_harness import FrontEnd, RunningEngine, WorkerThread, hello, two_front_ends, until
 from tests.core_engine.simulation import EOS_IDS, VOCAB, reference
 
 
@@ -323,21 +323,12 @@ def test_a_request_that_is_submitted_again_goes_on(tmp_path: Path) -> None:
 def test_rows_for_a_request_that_waits(tmp_path: Path, policy: str) -> None:
     """Another tokenizer has its first tokens, from an engine that is gone: it begins again, and counts once."""
     running = RunningEngine(tmp_path, max_num_seqs=1, scheduling_policy=policy)
-    with (
-        running as engine,
-        WorkerThread(running.workers) as worker,
-        FrontEnd(running.front) as gone,
-        FrontEnd(running.front) as front,
-    ):
-        gone.wait_ready()
-        front.wait_ready()
+    with two_front_ends(running) as (engine, worker, gone, front):
         first = gone.submit(prompt(6), max_tokens=240, ignore_eos=True)
         gone.wait(lambda: worker.executed)
         before = gone.submit(prompt(9, 3), max_tokens=20, ignore_eos=True)
         gone.wait(lambda: before.rid in gone.accepted_ids)
-        request = front.all[before.rid] = HopRequest(before.rid, before.spec)
-        request.logs[0].grow(expected(before)[0][:5], [])
-        front.parent.place(request, before.spec, Attempt(2, front.boot, 0))
+        request = front.submit_with_rows(before.rid, before.spec, {0: expected(before)[0][:5]})
         front.wait(lambda: request.rid in front.accepted_ids)
         gone.wait(lambda: first.over)
         front.wait_over()
@@ -354,22 +345,13 @@ def test_rows_that_cannot_be(tmp_path: Path, n: int, runs: bool) -> None:
     """Another tokenizer has ids that the model lacks: the request ends with an error, all choices of it, and counts
     once."""
     running = RunningEngine(tmp_path, max_num_seqs=n if runs else 1)
-    with (
-        running as engine,
-        WorkerThread(running.workers) as worker,
-        FrontEnd(running.front) as gone,
-        FrontEnd(running.front) as front,
-    ):
-        gone.wait_ready()
-        front.wait_ready()
+    with two_front_ends(running) as (engine, worker, gone, front):
         if not runs:
             front.submit(prompt(6), max_tokens=240, ignore_eos=True)
             front.wait(lambda: worker.executed)
         before = gone.submit(prompt(9, 3), rid="both", max_tokens=200, ignore_eos=True, n=n)
         gone.wait(lambda: before.logs[0].rows if runs else before.rid in gone.accepted_ids)
-        request = front.all[before.rid] = HopRequest(before.rid, before.spec)
-        request.logs[0].grow([5, VOCAB], [])
-        front.parent.place(request, before.spec, Attempt(2, front.boot, 0))
+        request = front.submit_with_rows(before.rid, before.spec, {0: [5, VOCAB]})
         front.wait_over()
         error = next(log.end.error for log in request.logs if log.end is not None)
         assert error is not None

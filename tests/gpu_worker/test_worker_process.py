@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from runner_harness import reference_greedy, worker_config
 from scripted_engine import PROMPT, ROOT, ScriptedEngine
 from tiny_models import TinyModels
+from waiting import wait_until
 
 from shared.messages import Hello, StepResult, WorkerFailed
 
@@ -139,11 +139,7 @@ def test_the_log_says_whether_an_engine_answers(tmp_path: Path, capfd: pytest.Ca
         _until(lambda: said("") and log.count("no engine answers yet") == 2)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+_until = functools.partial(wait_until, seconds=60.0, every_s=0.05)
 
 
 def test_arrays_of_results_are_int32(engine: ScriptedEngine, tiny_models: TinyModels) -> None:

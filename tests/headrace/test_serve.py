@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import shutil
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from waiting import wait_until
 
 from headrace.client import RequestFailed, base_url, stream_chat, wait_until_ready
 from headrace.launcher import claim_port
@@ -92,11 +94,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def _until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+_until = functools.partial(wait_until, seconds=60.0)
 
 
 @pytest.fixture
@@ -156,11 +154,11 @@ def test_replicas_share_the_work_and_are_started_again_alone(start: Callable[...
     assert "Paris" in server.answer()
     before = server.services()
     assert set(before) == {*SERVICES, f"{WORKER}/1"}
-    _until(lambda: server.text().count("is ready on cpu") == 2, 60)
+    _until(lambda: server.text().count("is ready on cpu") == 2)
     os.kill(before[WORKER], signal.SIGKILL)
     assert "Paris" in server.answer()
     _until(lambda: server.services().get(WORKER) not in (None, before[WORKER]))
-    _until(lambda: server.text().count("is ready on cpu") == 3, 60)
+    _until(lambda: server.text().count("is ready on cpu") == 3)
     assert {name: pid for name, pid in server.services().items() if name != WORKER} == {
         name: pid for name, pid in before.items() if name != WORKER
     }

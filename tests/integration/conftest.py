@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -57,10 +58,7 @@ class Server:
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 30) -> None:
         """Wait for a figure, which each process reports once a beat."""
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, f"waited {seconds} s in vain"
-            time.sleep(0.05)
+        wait_until(condition, seconds, every_s=0.05)
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from tiny_models import TinyModels
+from waiting import wait_until
 
 from headrace import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
 from shared.config import ENGINE, TOKENIZER, WORKER
@@ -32,7 +34,7 @@ def work(llm: LLM, disturb: Callable[[], None] = lambda: None) -> tuple[list[Bea
     with ThreadPoolExecutor(2) as pool:
         searches = pool.submit(llm.beam_search, PROMPTS, PARAMS)
         others = pool.submit(llm.generate, PROMPTS, OTHERS, use_tqdm=False)
-        wait_until(lambda: in_the_middle(llm))
+        _until(lambda: in_the_middle(llm))
         disturb()
         assert not searches.done()
         assert not others.done()
@@ -46,11 +48,7 @@ def in_the_middle(llm: LLM) -> bool:
     return len(rows) == 8 and rows[4] >= 25
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
+_until = functools.partial(wait_until, seconds=60.0, every_s=0.002)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +67,7 @@ def test_a_process_is_killed_during_searches(llm: LLM, undisturbed: Any, service
                 killed.add(name)
 
     assert work(llm, kill) == undisturbed
-    wait_until(lambda: llm._session.pids().keys() == before.keys())
+    _until(lambda: llm._session.pids().keys() == before.keys())
     assert {name for name, pid in llm._session.pids().items() if pid != before[name]} == killed
 
 

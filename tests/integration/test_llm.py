@@ -10,13 +10,14 @@ import pathlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from runner_harness import reference_greedy, reference_model
 from tiny_models import TinyModels
+from waiting import wait_until
 
 from headrace import LLM, RequestOutput, RequestOutputKind, SamplingParams
 from headrace.offline.metrics import Counter, Histogram
@@ -45,13 +46,6 @@ def prompts_of_many_lengths(count: int) -> list[list[int]]:
 
 def choice_ids(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def wait_idle(llm: LLM) -> None:

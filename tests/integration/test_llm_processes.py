@@ -11,12 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from runner_harness import reference_greedy
 from tiny_models import TinyModels
+from waiting import wait_until
 
 from headrace import LLM, AsyncLLM, EngineDead, SamplingParams
 from shared.errors import StartupError
@@ -37,13 +37,6 @@ def alive(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_without_a_tokenizer(model: pathlib.Path) -> None:

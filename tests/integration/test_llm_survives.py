@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from tiny_models import TinyModels
+from waiting import wait_until
 
 from headrace import LLM, EngineDead, RequestOutput, SamplingParams
 from shared.config import ENGINE, TOKENIZER, WORKER
@@ -51,11 +52,7 @@ def seen(outputs: list[RequestOutput]) -> list[Any]:
     ]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
+_until = functools.partial(wait_until, seconds=30.0, every_s=0.005)
 
 
 def in_the_middle(llm: LLM) -> bool:
@@ -67,7 +64,7 @@ def in_the_middle(llm: LLM) -> bool:
 def generate_and_disturb(llm: LLM, disturb: Callable[[], None]) -> list[Any]:
     with ThreadPoolExecutor(1) as pool:
         running: Future[list[RequestOutput]] = pool.submit(llm.generate, PROMPTS, PARAMS, use_tqdm=False)
-        wait_until(lambda: in_the_middle(llm))
+        _until(lambda: in_the_middle(llm))
         disturb()
         assert not running.done()
         return seen(running.result(60))
@@ -91,7 +88,7 @@ def test_outputs_are_those_of_an_undisturbed_run(llm: LLM, undisturbed: list[Any
         killed.update(kill(llm, services))
 
     assert generate_and_disturb(llm, disturb) == undisturbed
-    wait_until(lambda: llm._session.pids().keys() == before.keys())
+    _until(lambda: llm._session.pids().keys() == before.keys())
     assert {name for name, pid in llm._session.pids().items() if pid != before[name]} == killed
 
 
@@ -105,7 +102,7 @@ def test_folder_of_sockets_may_vanish(llm: LLM, undisturbed: list[Any]) -> None:
 
     assert generate_and_disturb(llm, remove) == undisturbed
     rebound = {TOKENIZER, ENGINE}
-    wait_until(lambda: all(llm._session.pids().get(name) not in (None, before[name]) for name in rebound))
+    _until(lambda: all(llm._session.pids().get(name) not in (None, before[name]) for name in rebound))
     assert seen(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == undisturbed
 
 
@@ -114,12 +111,12 @@ def test_process_that_cannot_be_kept_alive_is_named(model: pathlib.Path, service
     with LLM(str(model), max_restarts=1, **OPTIONS) as llm, ThreadPoolExecutor(1) as pool:
         endless = SamplingParams(max_tokens=400, ignore_eos=True)
         running = pool.submit(llm.generate, ["The mill"] * 200, endless, use_tqdm=False)
-        wait_until(lambda: bool(llm._session.link._jobs))
+        _until(lambda: bool(llm._session.link._jobs))
         for _ in range(2):
-            wait_until(lambda: service in llm._session.pids())
+            _until(lambda: service in llm._session.pids())
             pid = llm._session.pids()[service]
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda pid=pid: llm._session.pids().get(service) != pid)  # type: ignore[misc]
+            _until(lambda pid=pid: llm._session.pids().get(service) != pid)  # type: ignore[misc]
         with pytest.raises(EngineDead, match=rf"{service} was killed by SIGKILL; giving up after 1 restarts"):
             running.result(60)
         with pytest.raises(EngineDead, match=r"giving up"):
