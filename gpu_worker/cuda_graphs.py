@@ -14,9 +14,9 @@ from gpu_worker.device_clock import DeviceClock
 from shared.logging import get_logger
 
 log = get_logger()
-LAUNCH_BOUND = 1.5
-"""A step that the device computes for this many times as long as the host launches one gains nothing from a graph, and
-the next one would wait while it is captured."""
+LAUNCH_BOUND, WAITS_FOR_HOST = 1.5, 1.1
+"""A step that the device computes for this many times as long as the host launches one, at its quickest and this time,
+gains nothing from a graph, and the next one would wait while it is captured."""
 
 
 def padded_sizes(max_rows: int) -> list[int]:
@@ -48,6 +48,8 @@ class GraphCache:
         self._captures = enabled and device.type == "cuda"
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
+        self._stream = torch.cuda.Stream(device) if self._captures else None  # type: ignore[no-untyped-call]
+        """Of captures, which only note what is launched."""
         self._is_worth: dict[Hashable, bool] = {}
         self._full = False
         """There was no memory for another."""
@@ -74,8 +76,8 @@ class GraphCache:
             self._captures = captures
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether it was captured."""
-        return key in self._graphs
+        """Whether it was captured, and is replayed."""
+        return self._captures and key in self._graphs
 
     def is_worth(self, key: Hashable) -> bool:
         """Whether such launches are known, gain from a graph, and have one or may get one."""
@@ -85,10 +87,16 @@ class GraphCache:
         """The host took so long to launch it kernel by kernel, and the device to compute it; from any thread.
 
         Steps have as many launches whatever their shape. The least time counts: the first of a shape often includes
-        loading kernels.
+        loading kernels. From the second on, one that took the device no longer than the host has waited for the host,
+        however slow that was.
         """
         self._launch_s = min(self._launch_s, launch_s)
-        self._is_worth[key] = compute_s < LAUNCH_BOUND * self._launch_s
+        waited = key in self._is_worth and compute_s < WAITS_FOR_HOST * launch_s
+        self._is_worth[key] = waited or compute_s < LAUNCH_BOUND * self._launch_s
+
+    def note_short(self, key: Hashable) -> None:
+        """It was launched kernel by kernel, and gains from a graph on any host."""
+        self._is_worth[key] = True
 
     def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch once with inputs that change nothing, and capture what was launched, for later steps."""
@@ -117,24 +125,44 @@ class GraphCache:
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
         """Launch; ``key`` says what the launches depend on beside the contents of memory."""
-        if not self._captures:
+        if key in self or self.add(key, launch):
+            self._graphs[key].replay()
+        else:
             launch()
-            return
-        if key not in self._graphs:
-            try:
-                self._graphs[key] = self._capture(key, launch)
-            except torch.OutOfMemoryError as error:
-                log.warning("there is no memory for more graphs", error=str(error).partition("\n")[0])
-                self._full = True
-                launch()
-                return
-        self._graphs[key].replay()
+
+    def add(self, key: Hashable, launch: Callable[[], None]) -> bool:
+        """Capture without running; returns whether there is a graph now, which there is not without memory for it."""
+        if not self._captures or self._full:
+            return False
+        try:
+            self._graphs[key] = self._capture(key, launch)
+        except torch.OutOfMemoryError as error:
+            log.warning("there is no memory for more graphs", error=str(error).partition("\n")[0])
+            self._full = True
+        return not self._full
 
     def _capture(self, key: Hashable, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capturing runs nothing: what is captured is replayed afterwards like any other time."""
+        """Capturing runs nothing: what is captured is replayed afterwards like any other time.
+
+        The device computes the steps before meanwhile, since nothing waits for it and no memory is given back, which
+        ``torch.cuda.graph`` does each time; only if there is no memory for the graph.
+        """
+        began = time.perf_counter()
+        try:
+            graph = self._recorded(launch)
+        except torch.OutOfMemoryError:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            graph = self._recorded(launch)
+        log.debug("captured a graph", key=str(key), seconds=round(time.perf_counter() - began, 4))
+        return graph
+
+    def _recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            launch()
-        log.debug("captured a graph", key=str(key))
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
         return graph

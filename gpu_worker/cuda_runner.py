@@ -131,6 +131,8 @@ class CudaRunner:
         self._clock, self._returns = DeviceClock(self.device), Returns()
         self._note: Callable[[float], None] | None = None
         """Of the step that is being launched."""
+        self._captures: list[Callable[[], object]] = []
+        """What is captured when it has been launched."""
         # Attention in graphs is cut as for one prompt.
         self._mixed_config = backend.prefill_config(cuda_mixed.MAX_TOKENS, cuda_mixed.MAX_TOKENS)
         self._mixed_cut = backend.tile_cut(self._mixed_config)
@@ -203,6 +205,7 @@ class CudaRunner:
         slots = step.sample[:, 1].astype(np.int64)
         counts, variant = self.sampler.wanted_logprobs(slots), self.sampler.variant_of(slots)
         prompts = self._note = None
+        self._captures.clear()
         if not len(step.prefill) and len(step.sample) == len(step.decode) and len(step.decode):
             samples = self._run_decode(step, variant)
         elif (shape := self._mixed_shape(step)) is not None:
@@ -216,6 +219,8 @@ class CudaRunner:
         if samples.logprobs is not None and (counts >= 0).any():
             wanted.append(samples.logprobs)
         returned, transferred = self._returns.send(wanted), self.transfers.start(step)
+        for capture in self._captures:
+            capture()
         return CudaLaunched(step.number, returned, len(slots), counts, prompts, times, transferred, self._note)
 
     def _prepare(self, key: Shape) -> None:
@@ -381,19 +386,32 @@ class CudaRunner:
         """Run a step of a fixed shape: the first time kernel by kernel, which compiles and loads what a capture must
         not, and later from a graph if that is faster.
 
+        Capturing takes the host as long as launching, and more. A step of decode rows alone, which the device has done
+        in less, waits for its graph. One with prefills is launched once more before, so that the device computes it
+        meanwhile and nobody's next token is late.
+
         Args:
             fixed: the memory that ``launch`` reads its rows from.
             inputs: the step's rows.
         """
 
+        def run() -> None:
+            self._keep(key, launch())
+
         fixed.copy_(inputs)
         self._clock.begin()
-        if self._graphs.is_worth(key):
-            self._graphs.run(key, lambda: self._keep(key, launch()))
+        is_worth, is_mixed = self._graphs.is_worth(key), isinstance(key[0], MixedShape)
+        if is_worth and (key in self._graphs or not is_mixed):
+            self._graphs.run(key, run)
             return self._samples[key]
         began = time.perf_counter()
         samples = launch()
+        if not is_mixed:
+            self._graphs.note_short(key)
+            return samples
         self._note = functools.partial(self._graphs.note, key, time.perf_counter() - began)
+        if is_worth:
+            self._captures.append(functools.partial(self._graphs.add, key, run))
         return samples
 
     def _sample(self, hidden: torch.Tensor, slots: torch.Tensor, variant: Variant) -> Samples:

@@ -37,26 +37,32 @@ def check_step(
     Raises:
         StepError: names the first bad index.
     """
-    _check_range("released slot", step.released, 0, state.num_slots)
-    active = state.active.copy()
-    active[step.released] = False
-    lengths = state.host_tokens.copy()
-    _check_new(step, state, vocab_size, active, lengths)
-    _check_range("slot of a block", step.blocks[:, 0], 0, state.num_slots)
-    _check_range("block", step.blocks[:, 1], 0, num_blocks)
-    _check_room(step, block_counts, max_blocks)
-    _check_copies(step.copies, num_blocks)
+    active, lengths = state.active, state.host_tokens
+    if len(step.released) or step.new or len(step.new_tokens):
+        _check_range("released slot", step.released, 0, state.num_slots)
+        active, lengths = active.copy(), lengths.copy()
+        active[step.released] = False
+        _check_new(step, state, vocab_size, active, lengths)
+    if len(step.blocks):
+        _check_range("slot of a block", step.blocks[:, 0], 0, state.num_slots)
+        _check_range("block", step.blocks[:, 1], 0, num_blocks)
+        _check_room(step, block_counts, max_blocks)
+    if len(step.copies):
+        _check_copies(step.copies, num_blocks)
     if len(step.transfers):
         _check_transfers(step, num_blocks, num_host_blocks)
     for name, slots in (("prefill", step.prefill[:, 0]), ("decode", step.decode), ("sample", step.sample[:, 1])):
         _check_range(f"slot of a {name} row", slots, 0, state.num_slots)
         _require(active[slots], slots, f"the slot of a {name} row holds no request")
-    starts, counts = step.prefill[:, 1].astype(np.int64), step.prefill[:, 2].astype(np.int64)
-    known = lengths[step.prefill[:, 0]]
-    fits = (starts >= 0) & (counts > 0) & (starts + counts <= known)
-    _require(fits, step.prefill[:, 0], "a prefill row is not within the known tokens of its slot")
+    if len(step.prefill):
+        starts, counts = step.prefill[:, 1].astype(np.int64), step.prefill[:, 2].astype(np.int64)
+        known = lengths[step.prefill[:, 0]]
+        fits = (starts >= 0) & (counts > 0) & (starts + counts <= known)
+        _require(fits, step.prefill[:, 0], "a prefill row is not within the known tokens of its slot")
     _check_range("forward row of a sample", step.sample[:, 0], 0, len(step.prefill) + len(step.decode))
-    if len(np.unique(step.sample[:, 1])) != len(step.sample):
+    sampled = np.zeros(state.num_slots, np.bool_)
+    sampled[step.sample[:, 1]] = True
+    if np.count_nonzero(sampled) != len(step.sample):
         raise StepError("a slot takes two tokens in one step")
     _require(lengths[step.decode] > 0, step.decode, "a decode row's slot holds no token")
 

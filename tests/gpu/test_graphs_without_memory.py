@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 
 
 def test_a_capture_that_finds_no_memory(device: torch.device) -> None:
-    total = torch.cuda.get_device_properties(device).total_memory
+    index = torch.cuda.current_device()
+    total = torch.cuda.get_device_properties(index).total_memory
     counter = torch.zeros(4, device=device)
     scratch: list[torch.Tensor] = []
     graphs = GraphCache(device, enabled=True)
@@ -27,15 +28,15 @@ def test_a_capture_that_finds_no_memory(device: torch.device) -> None:
 
     for key, launch in (("small", small), ("large", large)):
         launch()
-        graphs.note(key, 1.0, 0.1)
+        graphs.note_short(key)
     graphs.run("small", small)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + (1 << 29)) / total, device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + (1 << 29)) / total, index)
     try:
         for _ in range(3):
             graphs.run("large", large)
             graphs.run("small", small)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, index)
     assert counter.tolist() == [5, 4, 0, 0]
     assert scratch == []
     assert "large" not in graphs

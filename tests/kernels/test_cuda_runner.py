@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from tiny_models import ARCHITECTURES, VOCABULARY, TinyModels, with_kv_scales
 from core_engine.core import CoreConfig, EngineCore
 from core_engine.request import Request
 from core_engine.scheduler import SchedulerConfig
-from gpu_worker import cuda_mixed, kernels
+from gpu_worker import cuda_graphs, cuda_mixed, kernels
 from gpu_worker.attention.base import AttentionShape
 from gpu_worker.attention.triton_paged import TritonPagedAttention
+from gpu_worker.cuda_mixed import MixedShape
 from gpu_worker.cuda_runner import CudaRunner
+from gpu_worker.host_copies import Returned
 from gpu_worker.kv_cache import KVCache
 from gpu_worker.loading.load_model import load_model
 from gpu_worker.loading.open_weights import open_weights
@@ -227,3 +231,62 @@ def test_no_memory_for_the_graph_of_a_step(
     assert generate(runner, prompts, 2)[0] == expected
     assert len(attempts) == 1
     assert not runner._graphs.is_worth(attempts[0])
+
+
+def test_decode_steps_get_graphs_on_any_host(tiny_models: TinyModels, device: torch.device) -> None:
+    """However long the first one took: a busy host launches so slowly that the device seems to compute for long."""
+    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
+    runner._graphs._launch_s = 0.0
+    generate(runner, [[5, 6, 7], [8, 9, 10, 11]], 2)
+    decoded = [key for key in runner._graphs._is_worth if isinstance(key[0], int)]
+    assert decoded
+    assert all(runner._graphs.is_worth(key) for key in decoded)
+
+
+def test_a_step_with_prefills_waits_for_no_capture(
+    tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is launched first, its results are on their way, and the next one of its shape is replayed."""
+    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
+    prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    expected = generate(runner, prompts, 1)[0]
+    runner.reset()
+    events: list[Any] = []
+    send = runner._returns.send
+
+    class Graph:
+        def __init__(self, launch: Callable[[], None]) -> None:
+            self._launch = launch
+
+        def replay(self) -> None:
+            events.append("replayed")
+            self._launch()
+
+    def capture(key: Any, launch: Callable[[], None]) -> Graph:
+        events.append(key[0])
+        return Graph(launch)
+
+    def sent(tensors: list[torch.Tensor]) -> Returned:
+        events.append("sent")
+        return send(tensors)
+
+    monkeypatch.setattr(cuda_graphs, "LAUNCH_BOUND", math.inf)
+    monkeypatch.setattr(runner._graphs, "_captures", True)
+    monkeypatch.setattr(runner._graphs, "_capture", capture)
+    monkeypatch.setattr(runner._returns, "send", sent)
+    ids = []
+    for _ in range(3):
+        ids.append(generate(runner, prompts, 1)[0])
+        runner.reset()
+        events.append("again")
+    assert ids == [expected] * 3
+    mixed = [index for index, event in enumerate(events) if isinstance(event, MixedShape)]
+    assert mixed
+    for index in mixed:
+        assert events[index - 1] == "sent"
+        assert events[index - 2] != "replayed"
+    rows = [index for index, event in enumerate(events) if isinstance(event, int)]
+    assert rows
+    assert {events[index + 1] for index in rows} == {"replayed"}
+    first = next(index for index, event in enumerate(events) if event == "again")
+    assert "replayed" in events[first:]
