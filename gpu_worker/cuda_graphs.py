@@ -6,6 +6,7 @@ import bisect
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 
 import torch
@@ -64,7 +65,6 @@ class GraphCache:
         """Forget all graphs: memory that they know has moved. Their pool ends with the last of them."""
         self._graphs.clear()
         self._full = False
-        self._pool = torch.cuda.graph_pool_handle() if self._pool is not None else None
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -94,8 +94,9 @@ class GraphCache:
         waited = key in self._is_worth and compute_s < WAITS_FOR_HOST * launch_s
         self._is_worth[key] = waited or compute_s < LAUNCH_BOUND * self._launch_s
 
-    def note_short(self, key: Hashable) -> None:
-        """It was launched kernel by kernel, and gains from a graph on any host."""
+    def note_short(self, key: Hashable, launch_s: float) -> None:
+        """The host took so long to launch it kernel by kernel, and whatever that is, it gains from a graph."""
+        self._launch_s = min(self._launch_s, launch_s)
         self._is_worth[key] = True
 
     def prepare(self, key: Hashable, launch: Callable[[], None]) -> None:
@@ -136,8 +137,8 @@ class GraphCache:
             return False
         try:
             self._graphs[key] = self._capture(key, launch)
-        except torch.OutOfMemoryError as error:
-            log.warning("there is no memory for more graphs", error=str(error).partition("\n")[0])
+        except torch.OutOfMemoryError:
+            log.warning("there is no memory for more graphs")
             self._full = True
         return not self._full
 
@@ -148,21 +149,38 @@ class GraphCache:
         ``torch.cuda.graph`` does each time; only if there is no memory for the graph.
         """
         began = time.perf_counter()
-        try:
-            graph = self._recorded(launch)
-        except torch.OutOfMemoryError:
+        graph = self._recorded(launch)
+        if graph is None:
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
             graph = self._recorded(launch)
+        if graph is None:
+            raise torch.OutOfMemoryError("there is no memory for a graph")
         log.debug("captured a graph", key=str(key), seconds=round(time.perf_counter() - began, 4))
         return graph
 
-    def _recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _recorded(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        """None: there is no memory for it."""
+        if not self._graphs:
+            # The pool of graphs that are gone takes no others.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 launch()
-            finally:
-                graph.capture_end()
+            except torch.OutOfMemoryError:
+                _end_in_vain(graph)
+                return None
+            except BaseException:
+                _end_in_vain(graph)
+                raise
+            graph.capture_end()
         return graph
+
+
+def _end_in_vain(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        # Of an empty graph.
+        warnings.simplefilter("ignore")
+        graph.capture_end()

@@ -406,10 +406,11 @@ class CudaRunner:
             return self._samples[key]
         began = time.perf_counter()
         samples = launch()
+        launch_s = time.perf_counter() - began
         if not is_mixed:
-            self._graphs.note_short(key)
+            self._graphs.note_short(key, launch_s)
             return samples
-        self._note = functools.partial(self._graphs.note, key, time.perf_counter() - began)
+        self._note = functools.partial(self._graphs.note, key, launch_s)
         if is_worth:
             self._captures.append(functools.partial(self._graphs.add, key, run))
         return samples

@@ -28,7 +28,7 @@ def test_a_capture_that_finds_no_memory(device: torch.device) -> None:
 
     for key, launch in (("small", small), ("large", large)):
         launch()
-        graphs.note_short(key)
+        graphs.note_short(key, 1.0)
     graphs.run("small", small)
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + (1 << 29)) / total, index)
     try:

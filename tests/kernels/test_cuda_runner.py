@@ -215,10 +215,9 @@ def test_no_memory_for_the_graph_of_a_step(
     tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step and those behind it are launched kernel by kernel."""
-    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
-    prompts = [[5, 6, 7], [8, 9, 10, 11]]
-    expected = generate(runner, prompts, 2)[0]
-    runner.reset()
+    folder, prompts = tiny_models.folder(ARCHITECTURES[0]), [[5, 6, 7], [8, 9, 10, 11]]
+    expected = generate(cuda_runner(folder, device, graphs=False), prompts, 2)[0]
+    runner = cuda_runner(folder, device)
     attempts = []
 
     def fails(key: Any, _: Any) -> None:
@@ -247,10 +246,9 @@ def test_a_step_with_prefills_waits_for_no_capture(
     tiny_models: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is launched first, its results are on their way, and the next one of its shape is replayed."""
-    runner = cuda_runner(tiny_models.folder(ARCHITECTURES[0]), device)
-    prompts = [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
-    expected = generate(runner, prompts, 1)[0]
-    runner.reset()
+    folder, prompts = tiny_models.folder(ARCHITECTURES[0]), [[5, 6, 7], [8, 9, 10, 11], [12, 13]]
+    expected = generate(cuda_runner(folder, device, graphs=False), prompts, 1)[0]
+    runner = cuda_runner(folder, device)
     events: list[Any] = []
     send = runner._returns.send
 

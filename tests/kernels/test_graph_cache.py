@@ -50,7 +50,7 @@ def test_a_capture_waits_for_no_step_before(device: torch.device) -> None:
         counter.add_(torch.ones(1, device=device))
 
     launch()
-    graphs.note_short("step")
+    graphs.note_short("step", 1.0)
     torch.cuda.synchronize(device)
     torch.cuda._sleep(BUSY_CYCLES)
     step_before = torch.cuda.Event()
@@ -78,7 +78,7 @@ def test_a_capture_takes_what_steps_have_left(device: torch.device) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     launch()
-    graphs.note_short("step")
+    graphs.note_short("step", 1.0)
     assert torch.cuda.memory_reserved(device) >= before + half
     torch.cuda.set_per_process_memory_fraction((before + half * 3 // 2) / total, index)
     try:
