@@ -128,7 +128,7 @@ class CudaRunner:
         """The outputs of graphs."""
         self.transfers = CudaTransfers(cache, None)
         self._graphs = GraphCache(self.device, graphs)
-        self._clock, self._returns = DeviceClock(self.device), Returns()
+        self._clock, self._returns = DeviceClock(self.device), Returns(self.device)
         self._note: Callable[[float], None] | None = None
         """Of the step that is being launched."""
         self._captures: list[Callable[[], object]] = []
@@ -251,6 +251,7 @@ class CudaRunner:
         (slots,) = self._update(step, self.state.padded(step.decode, size))
         prefixes = self._common()
         if size > self.sizes[-1]:
+            self._clock.begin()
             return self._decode(slots, prefixes, variant)
         fixed = self._slots[:size]
         key = (size, prefixes is not None, variant)
@@ -275,6 +276,7 @@ class CudaRunner:
         assert prefill.table is not None
         arrays = (prefill.table, step.decode, *forward_rows(step), step.sample[:, 1])
         table, decode, spans, sample, sample_slots = self._update(step, *arrays)
+        self._clock.begin()
         num_prefill = int(counts.sum())
         total = num_prefill + num_decodes
         if not total:
@@ -373,11 +375,10 @@ class CudaRunner:
         return self._prefixes if self.state.has_groups else None
 
     def _update(self, step: Step, *arrays: Int32) -> list[torch.Tensor]:
-        """Enter what a step changes; ``arrays`` come along to the device. The step's own work begins thereafter."""
+        """Enter what a step changes; ``arrays`` come along to the device. What the clock counts begins thereafter."""
         copies, *staged = self.state.update(step, step.copies, *arrays)
         if len(copies):
             block_copy(self.cache.tensor, copies)
-        self._clock.begin()
         return staged
 
     def _run_shape(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -19,7 +20,8 @@ class Staging:
     """Carries the arrays of each step to the device in one copy.
 
     The copy runs on a stream of its own, so that it passes the steps that still compute. A buffer is written again only
-    when the step that read it is done (``release`` marks that).
+    when the step that read it is done (``release`` marks that). Steps run on the stream that is current when this is
+    made.
 
     Args:
         capacity: int32 values that one buffer holds at first; it grows when a step needs more.
@@ -27,13 +29,18 @@ class Staging:
 
     def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._steps: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._steps, self._stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._empty: dict[tuple[int, ...], torch.Tensor] = {}
+        """By shape."""
         self._buffers = [_Buffer(capacity, device) for _ in range(DEPTH)]
         self._turn = 0
 
     def copy(self, *arrays: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> list[torch.Tensor]:
         """The arrays as int32 tensors on the device, each of its array's shape; valid until ``release`` and for three
-        more calls. The current stream waits for the copy, the host does not.
+        more calls. The stream of steps waits for the copy, the host does not.
 
         Each begins at a multiple of 16 bytes.
         """
@@ -42,21 +49,28 @@ class Staging:
         for array, start in zip(arrays, starts, strict=False):
             buffer.numpy[start : start + array.size] = array.reshape(-1)
         total = int(starts[-1])
-        if self._stream is None:
+        if self._stream is None or self._steps is None:
             buffer.device[:total].copy_(buffer.host[:total])
         else:
             with torch.cuda.stream(self._stream):
                 buffer.device[:total].copy_(buffer.host[:total], non_blocking=True)
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return [
-            buffer.device[start : start + array.size].view(array.shape)
-            for array, start in zip(arrays, starts, strict=False)
-        ]
+            self._steps.wait_stream(self._stream)
+        return [self._part(buffer, array.shape, start) for array, start in zip(arrays, starts.tolist(), strict=False)]
 
     def release(self) -> None:
-        """All that reads the last copy has been launched on the current stream."""
+        """All that reads the last copy has been launched."""
         if (done := self._buffers[self._turn].done) is not None:
-            done.record()
+            done.record(self._steps)
+
+    def _part(self, buffer: _Buffer, shape: tuple[int, ...], start: int) -> torch.Tensor:
+        """Of the buffer on the device; most steps bring little, and what is empty need not be cut out of it."""
+        size = math.prod(shape)
+        if size:
+            part = buffer.device[start : start + size]
+            return part.view(shape) if len(shape) > 1 else part
+        if shape not in self._empty:
+            self._empty[shape] = torch.empty(shape, dtype=torch.int32, device=self._device)
+        return self._empty[shape]
 
     def _next(self, size: int) -> _Buffer:
         self._turn = (self._turn + 1) % DEPTH
@@ -95,9 +109,13 @@ class Returned:
 
 
 class Returns:
-    """Brings results to the host, behind what the current stream does, without a copy engine (``host_write``)."""
+    """Brings results to the host, behind what the current stream does, without a copy engine (``host_write``).
 
-    def __init__(self) -> None:
+    That stream is the one that is current when this is made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._pending: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """Host memory that may yet be written; nobody else gets it until then, whoever has dropped the result."""
 
@@ -111,6 +129,6 @@ class Returns:
         for here, there in zip(tensors, host, strict=True):
             write_to_host(here, there)
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(self._stream)
         self._pending.append((event, host))
         return Returned(host, event)

@@ -150,7 +150,8 @@ def _check_room(step: Step, block_counts: Int64, max_blocks: int) -> None:
 
 
 def _check_range(what: str, values: Int32, low: int, high: int) -> None:
-    if values.size and (int(values.min()) < low or int(values.max()) >= high):
+    # One look: as an unsigned number what is below the range is beyond it.
+    if values.size and int((values - low if low else values).view(np.uint32).max()) >= high - low:
         bad = values[(values < low) | (values >= high)].flat[0]
         raise StepError(f"{what} {bad} is not in {low}..{high - 1}")
 

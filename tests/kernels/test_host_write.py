@@ -23,7 +23,7 @@ def test_any_size_and_alignment(size: int, dtype: torch.dtype, device: torch.dev
 
 def test_many_results_on_their_way(device: torch.device) -> None:
     """Results that nobody waits for keep their memory from those that follow."""
-    returns, kept = Returns(), []
+    returns, kept = Returns(device), []
     for number in range(200):
         tensors = [torch.full((4,), number, dtype=torch.int32, device=device), torch.full((2, 3), 0.5, device=device)]
         returned = returns.send(tensors)
