@@ -46,7 +46,8 @@ log = get_logger()
 
 Int64 = npt.NDArray[np.int64]
 PREPARED_ROWS, PREPARED_ROWS_OF_FULL = 256, 64
-"""Decode rows up to which graphs are captured in idle moments; larger ones keep memory that most never need."""
+"""Decode rows up to which graphs are captured in idle moments; larger ones keep memory that most never need, and do so
+only where they gain time."""
 Shape = tuple[int | MixedShape, bool, Variant]
 """What the launches of a step depend on: sizes, whether common beginnings of rows have a pass, what is sampled."""
 
@@ -408,10 +409,10 @@ class CudaRunner:
         began = time.perf_counter()
         samples = launch()
         launch_s = time.perf_counter() - began
-        if not is_mixed:
+        if isinstance(key[0], int) and key[0] <= PREPARED_ROWS:
             self._graphs.note_short(key, launch_s)
-            return samples
-        self._note = functools.partial(self._graphs.note, key, launch_s)
+        else:
+            self._note = functools.partial(self._graphs.note, key, launch_s)
         if is_worth:
             self._captures.append(functools.partial(self._graphs.add, key, run))
         return samples
