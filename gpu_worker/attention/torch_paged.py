@@ -8,15 +8,16 @@ Every span becomes batched matrix products in float32 over the gathered context,
 so that the heads that share keys are rows of one product. Decode spans of similar context form one batch; a longer
 span is cut into tiles of query tokens, each of which looks only as far as its last token.
 
-No reduction depends on batch or padding: C is a multiple of ``LANES`` (the softmax sums in that many lanes), and the
-product with v is summed in slices of ``SLICE`` tokens, in order, where masked tokens add zeros. If M is padded to a
-multiple of ``row_multiple``, too, so that no thread gets fewer than four rows (below which the matrix library takes
-another summation order), then a token's output is the same bits in any batch, tile and padding.
+C is a multiple of ``LANES`` (the softmax sums in that many lanes), and the product with v is summed in slices of
+``SLICE`` tokens, in order, where masked tokens add zeros. In the batch-invariant mode all products are of ``ROWS`` x
+``SLICE`` scores, because matrix libraries choose the order of a sum by the shape, each by rules of its own: then a
+token's output is the same bits in any batch, tile and padding.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Unpack
 
 import numpy as np
@@ -26,11 +27,9 @@ import torch.nn.functional as F
 from gpu_worker.attention.base import AttentionShape, BackendOptions, Int64, KVScales, Spans
 from gpu_worker.layers.norm import HeadNorm
 from gpu_worker.layers.rotary import apply_rotary
-from gpu_worker.threads import usable_cores
 
 LANES = 16
-ROWS_OF_A_THREAD = 4
-SLICE = 128
+ROWS, SLICE = 8, 128
 TILE = 128
 """Query tokens of a tile at most."""
 SCORE_BYTES = 32 * 2**20
@@ -86,11 +85,11 @@ class TorchPagedAttention:
         self.group_size = shape.num_heads // shape.num_kv_heads
         self.rotated_heads = shape.num_heads + shape.num_kv_heads
         self.query_size = shape.num_heads * shape.head_dim
-        self.row_multiple = _row_multiple() if shape.batch_invariant else 1
+        self._unit = SLICE if shape.batch_invariant else LANES
+        """What contexts are padded to."""
         heads = torch.arange(2 * shape.num_kv_heads, device=device)
         self._kv_heads = heads
-        blocks_in_lanes = max(1, LANES // shape.block_size)
-        self._block_multiple = blocks_in_lanes if shape.block_size * blocks_in_lanes % LANES == 0 else LANES
+        self._block_multiple = math.lcm(self._unit, shape.block_size) // shape.block_size
 
     def cache_shape(self, num_blocks: int) -> tuple[int, ...]:
         shape = self.shape
@@ -172,7 +171,7 @@ class TorchPagedAttention:
         step = max(1, min(TILE, SCORE_BYTES // (4 * self.shape.num_heads * group.padded)))
         for first in range(0, count, step):
             last = min(first + step, count)
-            context = min(group.padded, -(-(start + last) // LANES) * LANES)
+            context = min(group.padded, -(-(start + last) // self._unit) * self._unit)
             mask = self._mask(group.positions[first:last], context, window)
             tiles.append(Tile(first, last, context, mask.repeat_interleave(self.group_size, 0)[None]))
         return tiles
@@ -247,7 +246,7 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """[spans, kv_heads, group, head_dim] of one query token each."""
         query = heads.reshape(-1, self.group_size, self.shape.head_dim)
-        return self._padded_attend(query, keys, values, tile.mask, scale).view(heads.shape)
+        return self._products(query, keys, values, tile.mask, scale).view(heads.shape)
 
     def _span(
         self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
@@ -255,19 +254,20 @@ class TorchPagedAttention:
         """[tokens, kv_heads, group, head_dim] of consecutive tokens of one span."""
         tokens, kv_heads, group, head_dim = heads.shape
         query = heads.transpose(0, 1).reshape(kv_heads, tokens * group, head_dim)
-        output = self._padded_attend(query, keys[:, : tile.context], values[:, : tile.context], tile.mask, scale)
+        output = self._products(query, keys[:, : tile.context], values[:, : tile.context], tile.mask, scale)
         return output.view(kv_heads, tokens, group, head_dim).transpose(0, 1)
 
-    def _padded_attend(
+    def _products(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        rows = query.shape[1]
-        missing = -rows % self.row_multiple
-        if not missing:
+        if not self.shape.batch_invariant:
             return _attend(query, keys, values, mask, scale)
-        query = F.pad(query, (0, 0, 0, missing))
-        mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
-        return _attend(query, keys, values, mask, scale)[:, :rows].contiguous()
+        rows = query.shape[1]
+        missing = -rows % ROWS
+        if missing:
+            query = F.pad(query, (0, 0, 0, missing))
+            mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
+        return _attend_invariantly(query, keys, values, mask, scale)[:, :rows].contiguous()
 
 
 def _as_stored(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, scales: KVScales) -> torch.Tensor:
@@ -278,12 +278,6 @@ def _as_stored(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, sca
     both = torch.stack([keys / scales.key, values.float() / scales.value], 1)
     limit = torch.finfo(dtype).max
     return both.clamp_(-limit, limit).to(dtype).view(-1, keys.shape[-1])
-
-
-def _row_multiple() -> int:
-    """Rows enough for every thread, should the library divide a single matrix among them all; 32 at most, since a
-    decode computes them all. Proved by test for one and two threads."""
-    return min(max(8, ROWS_OF_A_THREAD * usable_cores()), 32)
 
 
 def _attend(
@@ -298,3 +292,25 @@ def _attend(
     for start in range(SLICE, context, SLICE):
         output += torch.bmm(probabilities[:, :, start : start + SLICE], values[:, start : start + SLICE])
     return output
+
+
+def _attend_invariantly(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """As ``_attend``; M a multiple of ``ROWS`` and C one of ``SLICE``."""
+    parts = [slice(start, start + SLICE) for start in range(0, keys.shape[1], SLICE)]
+    scores = torch.cat([_in_equal_products(query, keys[:, part].transpose(1, 2)) for part in parts], -1)
+    probabilities = scores.mul_(scale).add_(mask).softmax(-1)
+    output = _in_equal_products(probabilities[:, :, parts[0]], values[:, parts[0]])
+    for part in parts[1:]:
+        output += _in_equal_products(probabilities[:, :, part], values[:, part])
+    return output
+
+
+def _in_equal_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[N, M, n] of left [N, M, k] and right [N, k, n], in products of ``ROWS`` rows."""
+    if left.shape[1] == ROWS:
+        return torch.bmm(left, right)
+    blocks = torch.unflatten(left, 1, (-1, ROWS))
+    products = [torch.bmm(some, one.expand(len(some), -1, -1)) for some, one in zip(blocks, right, strict=True)]
+    return torch.stack(products).flatten(1, 2)

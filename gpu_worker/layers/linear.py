@@ -10,6 +10,8 @@ import torch.nn.functional as F
 INVARIANT_ROWS = {torch.float32: 16, torch.bfloat16: 2}
 """The product of a number of rows that this does not divide may take another summation order (measured with oneDNN 3:
 one row in bfloat16, one to nine rows in float32)."""
+AMX_ROWS = 16
+"""With AMX it is another order for nearly every number of rows in bfloat16: there all products are of this many."""
 
 
 class LinearLayer(Protocol):
@@ -35,7 +37,7 @@ def make_linear(
 
         return CudaLinear(weight, bias, batch_invariant=batch_invariant)
     layer: LinearLayer = PackedLinear(weight, bias) if can_prepack(weight) else PlainLinear(weight, bias)
-    return PaddedRows(layer, INVARIANT_ROWS.get(weight.dtype, 1)) if batch_invariant else layer
+    return _invariant(layer, weight.dtype) if batch_invariant else layer
 
 
 def make_head(weight: torch.Tensor, *, batch_invariant: bool = False) -> HeadLayer:
@@ -47,7 +49,13 @@ def make_head(weight: torch.Tensor, *, batch_invariant: bool = False) -> HeadLay
     if weight.dtype == torch.float32:
         return make_linear(weight, batch_invariant=batch_invariant)
     head = SplitHead(weight) if can_prepack(weight) else WideHead(weight)
-    return PaddedRows(head, INVARIANT_ROWS.get(weight.dtype, 1)) if batch_invariant else head
+    return _invariant(head, weight.dtype) if batch_invariant else head
+
+
+def _invariant(layer: LinearLayer | HeadLayer, dtype: torch.dtype) -> PaddedRows | EqualRows:
+    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return EqualRows(layer, AMX_ROWS)
+    return PaddedRows(layer, INVARIANT_ROWS.get(dtype, 1))
 
 
 def can_prepack(weight: torch.Tensor) -> bool:
@@ -91,6 +99,18 @@ class PaddedRows:
         if not missing:
             return self.layer(x)
         return self.layer(F.pad(x, (0, 0, 0, missing)))[: len(x)]
+
+
+class EqualRows:
+    """Computes so many rows at a time, the last ones padded."""
+
+    def __init__(self, layer: LinearLayer | HeadLayer, rows: int) -> None:
+        self.layer, self.rows = PaddedRows(layer, rows), rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) <= self.rows:
+            return self.layer(x)
+        return torch.cat([self.layer(some) for some in torch.split(x, self.rows)])
 
 
 class SplitHead:

@@ -9,6 +9,8 @@ import torch
 from runner_harness import Harness, make_runner, slot_init
 from tiny_models import VOCABULARY, TinyModels
 
+from gpu_worker.layers.linear import EqualRows
+
 SHAPES = {
     "llama": ("llama", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 4}),
@@ -130,3 +132,18 @@ def test_demo_shape_prefill_chunks(tiny_models: TinyModels) -> None:
             position = min(start + size, len(ids)) - 1
             assert torch.equal(harness.logits[0], seen.setdefault(position, harness.logits[0]))
         harness.step(released=[8])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 40])
+def test_equal_rows(rows: int) -> None:
+    """All products are of one size, whatever the number of rows."""
+    sizes = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x))
+        return 2 * x[:, :3]
+
+    x = torch.rand(rows, 5)
+    assert torch.equal(EqualRows(layer, 16)(x), 2 * x[:, :3])
+    assert set(sizes) <= {16 if rows else 0}
+    assert len(sizes) == max(1, -(-rows // 16))
