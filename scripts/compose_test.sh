@@ -144,7 +144,7 @@ ask() {
     local base=$1 answer
     answer=$(curl -sS -N --fail-with-body --max-time 120 "$base/v1/chat/completions" -H 'Content-Type: application/json' -d '{
         "model": "demo", "stream": true, "temperature": 0, "max_tokens": 32,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}]}') || fail "no answer: $answer"
+        "messages": [{"role": "user", "content": "Name the capital of France."}]}') || fail "no answer: $answer"
     grep -q '^data: {"error"' <<<"$answer" && { compose logs --no-color --tail 40; fail "an error in the stream: $answer"; }
     grep -q '^data: \[DONE\]' <<<"$answer" || fail "the stream did not end: $answer"
     local text

@@ -13,7 +13,7 @@ import pytest
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 OnTerminal = Callable[..., "subprocess.Popen[bytes]"]
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 GREEDY = ("--temperature=0", "--max-tokens=12")
 
 

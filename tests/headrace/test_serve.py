@@ -26,7 +26,7 @@ QUESTION = {
     "model": "demo",
     "temperature": 0,
     "max_tokens": 16,
-    "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    "messages": [{"role": "user", "content": "Name the capital of France."}],
 }
 
 

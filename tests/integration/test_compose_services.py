@@ -141,7 +141,7 @@ def test_an_answer_comes_through_all_four(stack: Stack) -> None:
         "model": "demo",
         "temperature": 0,
         "max_tokens": 16,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "messages": [{"role": "user", "content": "Name the capital of France."}],
     }
     assert "Paris" in "".join(reply.text for reply in stream_chat(stack.url, body))
 
