@@ -11,7 +11,8 @@ span is cut into tiles of query tokens, each of which looks only as far as its l
 C is a multiple of ``LANES`` (the softmax sums in that many lanes), and the product with v is summed in slices of
 ``SLICE`` tokens, in order, where masked tokens add zeros. In the batch-invariant mode all products are of ``ROWS`` x
 ``SLICE`` scores, because matrix libraries choose the order of a sum by the shape, each by rules of its own: then a
-token's output is the same bits in any batch, tile and padding.
+token's output is the same bits in any batch, tile and padding. Rows within a product may differ where there are eight
+of them (MKL without AVX-512), but not where there are 16.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gpu_worker.layers.norm import HeadNorm
 from gpu_worker.layers.rotary import apply_rotary
 
 LANES = 16
-ROWS, SLICE = 8, 128
+ROWS, SLICE = 16, 128
 TILE = 128
 """Query tokens of a tile at most."""
 SCORE_BYTES = 32 * 2**20
@@ -310,7 +311,15 @@ def _attend_invariantly(
 def _in_equal_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """[N, M, n] of left [N, M, k] and right [N, k, n], in products of ``ROWS`` rows."""
     if left.shape[1] == ROWS:
-        return torch.bmm(left, right)
+        return _for_all_threads(left, right)
     blocks = torch.unflatten(left, 1, (-1, ROWS))
-    products = [torch.bmm(some, one.expand(len(some), -1, -1)) for some, one in zip(blocks, right, strict=True)]
+    products = [_for_all_threads(some, one.expand(len(some), -1, -1)) for some, one in zip(blocks, right, strict=True)]
     return torch.stack(products).flatten(1, 2)
+
+
+def _for_all_threads(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The products of matrices, and so many again that no thread lacks one: they would be divided among threads."""
+    times = -(-torch.get_num_threads() // len(left))
+    if times == 1:
+        return torch.bmm(left, right)
+    return torch.bmm(left.repeat(times, 1, 1), right.repeat(times, 1, 1))[: len(left)]
