@@ -10,8 +10,9 @@ import torch.nn.functional as F
 INVARIANT_ROWS = {torch.float32: 16, torch.bfloat16: 2}
 """The product of a number of rows that this does not divide may take another summation order (measured with oneDNN 3:
 one row in bfloat16, one to nine rows in float32)."""
-AMX_ROWS = 16
-"""With AMX it is another order for nearly every number of rows in bfloat16: there all products are of this many."""
+EQUAL_ROWS = 16
+"""In bfloat16 that holds where AVX-512 computes it. With AMX, or without either, nearly every number of rows has an
+order of its own: there all products are of this many."""
 
 
 class LinearLayer(Protocol):
@@ -53,8 +54,8 @@ def make_head(weight: torch.Tensor, *, batch_invariant: bool = False) -> HeadLay
 
 
 def _invariant(layer: LinearLayer | HeadLayer, dtype: torch.dtype) -> PaddedRows | EqualRows:
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return EqualRows(layer, AMX_ROWS)
+    if dtype == torch.bfloat16 and (torch.cpu._is_amx_tile_supported() or not torch.cpu._is_avx512_bf16_supported()):
+        return EqualRows(layer, EQUAL_ROWS)
     return PaddedRows(layer, INVARIANT_ROWS.get(dtype, 1))
 
 
