@@ -36,12 +36,16 @@ class HostTimes:
     idle_s: float = 0.0
 
 
+def stream_of_steps(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that is current now; None: the device has none. Asking for it takes longer than marking it."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 class DeviceClock:
     """Marks steps on the stream that is current when it is made: ``begin``, then ``end``, for each step."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        """Asking for it takes longer than marking it."""
+        self._stream = stream_of_steps(device)
         self._begin: torch.cuda.Event | None = None
         self._last_end: torch.cuda.Event | None = None
         self._began = 0.0

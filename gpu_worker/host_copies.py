@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gpu_worker.device_clock import stream_of_steps
 from gpu_worker.kernels.host_write import write_to_host
 
 Int32 = npt.NDArray[np.int32]
@@ -29,10 +30,8 @@ class Staging:
 
     def __init__(self, device: torch.device, capacity: int = 1 << 16) -> None:
         self._device = device
-        self._steps: torch.cuda.Stream | None = None
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._steps, self._stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._steps = stream_of_steps(device)
+        self._stream = torch.cuda.Stream(device) if self._steps is not None else None  # type: ignore[no-untyped-call]
         self._empty: dict[tuple[int, ...], torch.Tensor] = {}
         """By shape."""
         self._buffers = [_Buffer(capacity, device) for _ in range(DEPTH)]
@@ -115,7 +114,7 @@ class Returns:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._stream = stream_of_steps(device)
         self._pending: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
         """Host memory that may yet be written; nobody else gets it until then, whoever has dropped the result."""
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Unpack
 
 import numpy as np
@@ -38,6 +39,8 @@ SCORE_BYTES = 32 * 2**20
 GATHER_BYTES = 3 * 2**20
 """Size of the gathered context of a decode batch at most, unless one span alone is larger: it should stay in cache."""
 MASKED = float("-inf")
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""[N, M, n] of [N, M, k] and [N, k, n]."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -88,6 +91,7 @@ class TorchPagedAttention:
         self.query_size = shape.num_heads * shape.head_dim
         self._unit = SLICE if shape.batch_invariant else LANES
         """What contexts are padded to."""
+        self._attend = _attend_invariantly if shape.batch_invariant else _attend
         heads = torch.arange(2 * shape.num_kv_heads, device=device)
         self._kv_heads = heads
         self._block_multiple = math.lcm(self._unit, shape.block_size) // shape.block_size
@@ -247,7 +251,7 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """[spans, kv_heads, group, head_dim] of one query token each."""
         query = heads.reshape(-1, self.group_size, self.shape.head_dim)
-        return self._products(query, keys, values, tile.mask, scale).view(heads.shape)
+        return self._attend(query, keys, values, tile.mask, scale).view(heads.shape)
 
     def _span(
         self, heads: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, scale: float
@@ -255,20 +259,8 @@ class TorchPagedAttention:
         """[tokens, kv_heads, group, head_dim] of consecutive tokens of one span."""
         tokens, kv_heads, group, head_dim = heads.shape
         query = heads.transpose(0, 1).reshape(kv_heads, tokens * group, head_dim)
-        output = self._products(query, keys[:, : tile.context], values[:, : tile.context], tile.mask, scale)
+        output = self._attend(query, keys[:, : tile.context], values[:, : tile.context], tile.mask, scale)
         return output.view(kv_heads, tokens, group, head_dim).transpose(0, 1)
-
-    def _products(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
-    ) -> torch.Tensor:
-        if not self.shape.batch_invariant:
-            return _attend(query, keys, values, mask, scale)
-        rows = query.shape[1]
-        missing = -rows % ROWS
-        if missing:
-            query = F.pad(query, (0, 0, 0, missing))
-            mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
-        return _attend_invariantly(query, keys, values, mask, scale)[:, :rows].contiguous()
 
 
 def _as_stored(keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype, scales: KVScales) -> torch.Tensor:
@@ -286,25 +278,28 @@ def _attend(
 ) -> torch.Tensor:
     """The two products: query [N, M, d], keys and values [N, C, d], mask broadcast to [N, M, C], all float32."""
     probabilities = torch.baddbmm(mask, query, keys.transpose(1, 2), alpha=scale).softmax(-1)
-    context = keys.shape[1]
-    if context <= SLICE:
-        return torch.bmm(probabilities, values)
-    output = torch.bmm(probabilities[:, :, :SLICE], values[:, :SLICE])
-    for start in range(SLICE, context, SLICE):
-        output += torch.bmm(probabilities[:, :, start : start + SLICE], values[:, start : start + SLICE])
-    return output
+    return _weighted(torch.bmm, probabilities, values)
 
 
 def _attend_invariantly(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """As ``_attend``; M a multiple of ``ROWS`` and C one of ``SLICE``."""
-    parts = [slice(start, start + SLICE) for start in range(0, keys.shape[1], SLICE)]
-    scores = torch.cat([_in_equal_products(query, keys[:, part].transpose(1, 2)) for part in parts], -1)
+    """As ``_attend``, in products of one shape; C is a multiple of ``SLICE``."""
+    rows = query.shape[1]
+    if missing := -rows % ROWS:
+        query = F.pad(query, (0, 0, 0, missing))
+        mask = F.pad(mask, (0, 0, 0, missing)) if mask.shape[1] > 1 else mask
+    scores = torch.cat([_in_equal_products(query, some.transpose(1, 2)) for some in torch.split(keys, SLICE, 1)], -1)
     probabilities = scores.mul_(scale).add_(mask).softmax(-1)
-    output = _in_equal_products(probabilities[:, :, parts[0]], values[:, parts[0]])
-    for part in parts[1:]:
-        output += _in_equal_products(probabilities[:, :, part], values[:, part])
+    return _weighted(_in_equal_products, probabilities, values)[:, :rows].contiguous()
+
+
+def _weighted(product: Product, probabilities: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The second product, [N, M, d], summed slice by slice."""
+    parts = zip(torch.split(probabilities, SLICE, -1), torch.split(values, SLICE, 1), strict=True)
+    output = product(*next(parts))
+    for part in parts:
+        output += product(*part)
     return output
 
 
