@@ -15,10 +15,10 @@ from shared.messages import FinishReason
 from shared.sampling import SamplingParams
 
 REQUESTS = 1000 if ON_GPU else 8
-LONGEST_PROMPT, LONGEST_OUTPUT = (300, 64) if ON_GPU else (40, 6)
+LONGEST_PROMPT, LONGEST_OUTPUT = (300, 64) if ON_GPU else (40, 12)
 MAX_NUM_SEQS = 32 if ON_GPU else 4
 MAX_MODEL_LEN = 384 if ON_GPU else 64
-NUM_BLOCKS, SMALL_POOL = (1100, 60) if ON_GPU else (40, 8)
+NUM_BLOCKS, SMALL_POOL = (1100, 60) if ON_GPU else (40, 6)
 WIDE = {"hidden_size": 256, "intermediate_size": 768}
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -98,10 +98,9 @@ def test_a_thousand_requests(tiny_models: TinyModels) -> None:
     pressed = Stack(small, max_num_seqs=MAX_NUM_SEQS, budget=200 if ON_GPU else 24, caching=True)
     found = pressed.run(resting)
     check(jobs, found, alone)
-    if ON_GPU:
-        # A few requests in the interpreter may do without.
-        assert sum(answer.preemptions for answer in found) > len(jobs) // 20
-        assert pressed.metric("vllm:prefix_cache_hits_total") > 0
+    assert sum(answer.preemptions for answer in found) > len(jobs) // 20
+    # The interpreter's few requests have no beginning in common that stays in so small a cache.
+    assert not ON_GPU or pressed.metric("vllm:prefix_cache_hits_total") > 0
 
 
 @pytest.mark.parametrize("graphs", [True, False])
